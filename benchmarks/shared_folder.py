@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.disk_tier import FIRST_TOKEN, drop_cache
+from benchmarks.disk_tier import drop_cache
+from benchmarks.host_tier import ask
 from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
@@ -26,13 +26,6 @@ from pagemill import LLM
 PROMPTS = 4
 """The first warms up."""
 WAYS = {"shared": {"kv_disk_shared": True}, "own": {}, "computed": None}
-
-
-def first_token_s(llm: LLM, prompt: list[int]) -> tuple[float, int]:
-    """Times a prompt's first token. Returns seconds, and how many tokens were found."""
-    begin = time.perf_counter()
-    (output,) = llm.generate({"prompt_token_ids": prompt}, FIRST_TOKEN, use_tqdm=False)
-    return time.perf_counter() - begin, output.num_cached_tokens or 0
 
 
 def main() -> None:
@@ -60,15 +53,15 @@ def main() -> None:
             if tier is not None:
                 with make(way) as llm:
                     for prompt in prompts:
-                        first_token_s(llm, prompt)
+                        ask(llm, prompt)
         for _ in range(given.rounds):
             for way in WAYS:
                 for path in Path(folder).rglob("*"):
                     if path.is_file():
                         drop_cache(path)
                 with make(way) as llm:
-                    first_token_s(llm, prompts[0])
-                    times[way] += [first_token_s(llm, prompt) for prompt in prompts[1:]]
+                    ask(llm, prompts[0])
+                    times[way] += [ask(llm, prompt) for prompt in prompts[1:]]
     print(f"| way | found of {given.tokens} | first token, s |\n| :--- | ---: | ---: |")
     for way, found in times.items():
         print(

@@ -250,12 +250,12 @@ class EngineConfig:
                 "kv_host_compression is for blocks in host memory, of which there is none; set kv_host_memory",
                 param="kv_host_compression",
             )
-        if self.kv_disk_path is not None and self.kv_disk_memory is None:
-            raise ConfigError(
-                f"kv_disk_path is {self.kv_disk_path!r}, but no blocks go to disk; set kv_disk_memory too, or leave "
-                f"kv_disk_path out",
-                param="kv_disk_path",
-            )
+        for path, room, what in (
+            ("kv_disk_path", "kv_disk_memory", "no blocks go to disk"),
+            ("weights_disk_path", "weights_disk_memory", "no weights are kept"),
+        ):
+            if (folder := getattr(self, path)) is not None and getattr(self, room) is None:
+                raise ConfigError(f"{path} is {folder!r}, but {what}; set {room} too, or leave {path} out", param=path)
         if self.kv_disk_shared and (self.kv_disk_memory is None or self.kv_disk_path is None):
             raise ConfigError(
                 "kv_disk_shared is for blocks in a folder that several machines mount; set kv_disk_path to it, and "
@@ -267,12 +267,6 @@ class EngineConfig:
                 f"kv_disk_memory is {self.kv_disk_memory!r}, a share of the free space, of which blocks in a shared "
                 'folder leave less and less; give bytes, such as "200GiB"',
                 param="kv_disk_memory",
-            )
-        if self.weights_disk_path is not None and self.weights_disk_memory is None:
-            raise ConfigError(
-                f"weights_disk_path is {self.weights_disk_path!r}, but no weights are kept; set weights_disk_memory "
-                f"too, or leave weights_disk_path out",
-                param="weights_disk_path",
             )
         tiers = self.kv_host_memory is not None or self.kv_disk_memory is not None
         if self.preemption_mode == "swap" and not (tiers and self.enable_prefix_caching):

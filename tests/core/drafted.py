@@ -9,7 +9,7 @@ from drive import Run, request
 
 from pagemill.sampling.params import SamplingParams
 
-VOCAB, MOST = 160, 4
+VOCAB = 160
 
 
 def of_pools(tiny: str) -> pytest.MarkDecorator:
@@ -57,32 +57,6 @@ LOAD = [
         ),
     ]
 ]
-
-
-class Eager:
-    """Asks for drafts wherever there may be some, of some sequences now and then, and more or fewer of them."""
-
-    answers = None
-
-    def __init__(self, seed: int = 0, share: float = 0.7) -> None:
-        self._random = random.Random(seed)
-        self._share = share
-        self.works = []
-
-    def propose(self, room, rows, budget, limit_s):
-        asked = {}
-        for sequence, most in room.items():
-            count = min(most, budget, self._random.randint(1, MOST))
-            if count > 0 and self._random.random() < self._share:
-                asked[sequence] = [-1] * count
-                budget -= count
-        return asked
-
-    def verified(self, sequence, proposed, accepted):
-        assert 0 <= accepted <= proposed
-
-    def note_step(self, tokens, drafts, accepted, seconds, work):
-        self.works.append(work)
 
 
 def assert_same(run: Run, expected: Run) -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.draft_pair import save_pair
-from drafted import LOAD, MOST, VOCAB, Eager, assert_same, of_pools, text
+from drafted import LOAD, VOCAB, assert_same, of_pools, text
 from drive import drive, request
 from tokenizers import Tokenizer, models
 
+from eager_drafter import MOST, Eager
 from harness import PagedSequences
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore

@@ -8,12 +8,13 @@ import pytest
 import torch
 from benchmarks.draft_pair import save_pair
 from benchmarks.trained_heads import save_heads
-from drafted import LOAD, MOST, VOCAB, Eager, assert_same, of_pools, text
+from drafted import LOAD, VOCAB, assert_same, of_pools, text
 from drive import drive, request
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 
+from eager_drafter import MOST, Eager
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError, CorruptWeightsError, ModelNotFoundError, UnsupportedModelError

@@ -53,7 +53,7 @@ def gguf_of(folder, path, kind_of):
 
 
 MIX = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output": Kind.Q6_K, "attn_output": Kind.Q5_0}
-"""What differs from Q4_K in a file of llama.cpp's Q4_K_M, or stands for it where rows are no whole blocks of 256."""
+"""Names the tensors that differ from Q4_K in a file of llama.cpp's Q4_K_M. Q5_0 stands for the format of one."""
 
 
 def encode(weight: np.ndarray, kind: Kind) -> np.ndarray:

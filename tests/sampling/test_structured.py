@@ -207,8 +207,8 @@ def compile_beside_a_thread(grammars, asked) -> tuple[bool, float, float]:
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_demands_end_soon_and_hold_nobody_up(grammars, tokenizer, what):
-    """Whether it compiles or not: within a second or two of processor time, and other threads go on meanwhile, so that
-    little of it passes between two of their turns. What compiles costs little per token. On a busy machine the other
+    """Each is compiled or refused within a second or two of processor time. Other threads go on meanwhile: little of
+    that time passes between two of their turns. What compiles costs little per token. On a busy machine the other
     thread may wait for a processor, so it has three tries."""
     asked = StructuredOutputsParams(**HOSTILE[what])
     compiles, took, gap = compile_beside_a_thread(grammars, asked)

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tests.soak.drawn_engine import ADAPTERS, FORMATS, MODEL, TEXT, DrawnEngine, EagerDrafter
+from tests.eager_drafter import Eager
+from tests.soak.drawn_engine import ADAPTERS, FORMATS, HEADS, MODEL, TEXT, DrawnEngine
 from tests.soak.soak_faults import Faults
 
 from pagemill import LLM, PoolingParams, SamplingParams, TenantLimits
@@ -57,7 +58,7 @@ ENOUGH = 10_000
 
 @dataclass
 class Answer:
-    """What has come of one request, by sequence: token ids, log probabilities, how it ended, score and embedding."""
+    """Holds what has come of one request, by sequence: tokens, log probabilities, how it ended, score and embedding."""
 
     request: EngineRequest
     state: RequestState | None = None
@@ -103,7 +104,7 @@ class Soak:
         own = self.core.scheduler.drafter
         self.drafters = [own, own, None]
         if self.core.executor.facts.drafts is not None:
-            self.drafters += [EagerDrafter(seed)] * 3
+            self.drafters += [Eager(seed, most=HEADS)] * 3
         self.core.scheduler.drafter = self.drafters[-1] or own
         self.faults = Faults(self.core, seed)
         self.faults_before = 0

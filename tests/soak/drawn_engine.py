@@ -24,9 +24,9 @@ SIZES = SimpleNamespace(
     hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
 )
 TEXT = "The history of paging begins with the Atlas computer in Manchester. "
-"""What prompts repeat, and the model with them."""
+"""Prompts repeat this text, and so the model does too."""
 DRAFT_LAYERS = (*range(14), *range(18, 30))
-"""Of the model's layers, those that its draft model has: it guesses about every second token."""
+"""Names the layers of the model that its draft model has: with these it guesses about every second token."""
 ADAPTED_LAYERS = ("layers.3.", "layers.17.")
 ADAPTERS = (1, 2)
 """Their numbers."""
@@ -80,30 +80,6 @@ class DrawnEngine:
     def __str__(self) -> str:
         others = ", ".join(f"{name} {value}" for name, value in self.others.items() if name != "speculative_config")
         return f"K/V in {self.kv_format}, drafts by {self.method}, weights {self.weights}, {others}"
-
-
-class EagerDrafter:
-    """Asks the device for drafts wherever there may be some, more or fewer: what pays is not measured."""
-
-    answers = None
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def propose(self, room, rows, budget, limit_s):
-        asked = {}
-        for sequence, most in room.items():
-            count = min(most, budget, self._random.randint(0, HEADS))
-            if count:
-                asked[sequence] = [-1] * count
-                budget -= count
-        return asked
-
-    def verified(self, sequence, proposed, accepted):
-        assert 0 <= accepted <= proposed
-
-    def note_step(self, tokens, drafts, accepted, seconds, work):
-        pass
 
 
 def save_heads(folder: Path) -> str:

@@ -29,7 +29,7 @@ DRAWS: tuple[dict[str, float], ...] = (
 
 
 class Faults:
-    """Of the disk, and of steps. `random` decides; all are mended by `stop`."""
+    """Makes the disk and steps fail, when `random` decides. `stop` ends all faults."""
 
     def __init__(self, core, seed: int) -> None:
         self.random = random.Random(seed)

@@ -203,9 +203,11 @@ class Router:
         """Notes the measured seconds of a prompt's token and of a step that only generates, 0 if not known; and of
         fetching blocks, by the address of who has them, for all, infinite where it cannot be reached, and for each."""
         replica = self._known(name)
-        replica.token_s, replica.step_s, replica.fetch_s = token_s, step_s, fetch_s or {}
-        replica.mean_fetch_s = self._mean_fetch_s(replica)
-        self._price_unmeasured()
+        replica.token_s, replica.step_s = token_s, step_s
+        if (fetch_s := fetch_s or {}) != replica.fetch_s:
+            replica.fetch_s = fetch_s
+            replica.mean_fetch_s = self._mean_fetch_s(replica)
+            self._price_unmeasured()
 
     def work_s(self, name: str) -> float:
         """Returns the seconds of work that a replica has left."""

@@ -68,7 +68,7 @@ class TenantShares:
         self._served: defaultdict[str, _Served] = defaultdict(_Served)
         self._blocks: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._parts: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        """What a replica was told of guarantees, by replica and tenant."""
+        """Remembers what each replica was told of guarantees, by replica and tenant."""
 
     def note_computed(self, tenant: str, replica: str, tokens: int) -> None:
         """Notes that a replica has computed tokens for a tenant."""

@@ -16,7 +16,7 @@ from pagemill.engine.messages import EngineRequest, Peering
 from pagemill.engine.peering import PeerLink, ServedBlocks, peer_store
 from pagemill.errors import ConfigError, KVStoreError
 from pagemill.executor.interface import Executor
-from pagemill.hub.registry import make_folder
+from pagemill.hub.private_files import make_folder
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
 from pagemill.kvcache.load_time import PrefillTime

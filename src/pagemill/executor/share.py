@@ -12,7 +12,8 @@ from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.executor.backend import Backend, select_backend
 from pagemill.hub import resolve_model
-from pagemill.hub.registry import cache_dir, make_folder
+from pagemill.hub.private_files import make_folder
+from pagemill.hub.registry import cache_dir
 from pagemill.kvcache.kv_format import KVFormat, kv_format
 from pagemill.kvcache.layer_groups import LayerGroups, add_remainders
 from pagemill.kvcache.layout import FrameShape

@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagemill.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class RegistryModel:
@@ -56,20 +54,6 @@ def cache_dir() -> Path:
         return Path(home).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pagemill"
-
-
-def make_folder(param: str, given: str | None, default: Path) -> Path:
-    """Returns the folder that setting `param` names, or the default one; makes it, for its owner alone, where it is
-    missing. Raises ConfigError."""
-    folder = default if given is None else Path(given)
-    try:
-        folder = folder.expanduser()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"{param} is {str(folder)!r}, where no folder can be made: {error}; name another one", param=param
-        ) from error
-    return folder
 
 
 def pulled_models() -> dict[str, Path]:

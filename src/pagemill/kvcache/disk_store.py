@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
+from pagemill.hub.private_files import lock_alone, open_private
 from pagemill.kvcache.direct_reads import DirectReads
 from pagemill.kvcache.frame_access import Places, Records
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.store_format import Slots, StoreFormat, is_whole
-from pagemill.kvcache.store_index import StoreIndex, lock_alone, open_private
+from pagemill.kvcache.store_index import StoreIndex
 from pagemill.memory.tier_shares import TierShares
 from pagemill.memory.work import BlockName
 

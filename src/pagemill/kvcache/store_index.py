@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import threading
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pagemill.errors import KVStoreError
+from pagemill.hub.private_files import lock_alone, open_private
 from pagemill.kvcache.store_format import HEADER_BYTES, StoreFormat, name_in
 from pagemill.memory.tier_shares import TierShares
 from pagemill.memory.work import BlockName
@@ -62,7 +62,7 @@ AND NOT EXISTS (
 """Gives 1 for an index whose entries are what they should be. SQLite holds anything in any column."""
 
 _NO_DAMAGE = ("locked", "locking", "is full", "disk I/O error", "unable to open", "readonly", "permission denied")
-"""What SQLite says of an index that it cannot use now, and that says nothing of what the index holds."""
+"""Parts of SQLite's messages that say an index cannot be used now, and nothing of what it holds."""
 _WAIT = "another process is writing to it: try again when that has ended"
 _MAKE_ROOM = "free disk space, and see that its files may be written"
 
@@ -250,19 +250,6 @@ class StoreIndex:
                 yield self._lookup
         except sqlite3.Error as error:
             raise KVStoreError(f"the index of the KV store {self._folder} cannot be read: {error}") from error
-
-
-def open_private(path: Path) -> int:
-    """Opens a file that its owner alone can read, and makes it where there is none."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def lock_alone(file: int) -> bool:
-    """Locks a file, unless others have locked it; returns whether it is locked alone now."""
-    with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def _write_ahead(db: sqlite3.Connection) -> None:

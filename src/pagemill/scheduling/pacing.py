@@ -38,7 +38,7 @@ class Pacer:
         self.plain_s = self.token_s = 0.0
         """Seconds of the last steps without prompts, and of one more token; 0 while they are not known."""
         self.tells = False
-        """Whether a step had enough tokens of prompts to tell what one takes: a few alone take what any step does."""
+        """Says whether a step had enough tokens of prompts to tell what one takes: a few take what any step does."""
         self._plain_rows = 0
         self._mixed = PROBE_AFTER
 

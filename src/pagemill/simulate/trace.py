@@ -19,7 +19,7 @@ from typing import Any
 from pagemill.errors import TraceError
 
 ASKED = ("n", "best_of", "beam_width", "timeout")
-"""What a request may ask for, in a trace and in a generated workload."""
+"""Names what a request may ask for, in a trace and in a generated workload."""
 MOONCAKE_BLOCK = 512
 """Number of tokens that one of Mooncake's hash ids stands for; the last of a prompt may stand for fewer."""
 SOURCES = (

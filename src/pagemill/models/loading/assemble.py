@@ -224,8 +224,7 @@ class Assembler:
             return None
         if self.quantization == "int8":
             return 8
-        stored = [self.checkpoint.stored_bits(name) for name in self._weights(parts)]
-        return None if None in stored or not stored else 4 if {*stored} == {4} else 8
+        return _bits_for({self.checkpoint.stored_bits(name) for name in self._weights(parts)})
 
     def _kept_bits(self, parts: Sequence[str]) -> int | None:
         """Returns the bits, 4 or 8, in which a float32 model can hold a joined matrix without loss; None: in none.
@@ -234,8 +233,7 @@ class Assembler:
         """
         if self.dtype != torch.float32:
             return None
-        stored = {self.checkpoint.affine_bits(name) for name in self._weights(parts)}
-        return None if None in stored or not stored else 4 if stored == {4} else 8
+        return _bits_for({self.checkpoint.affine_bits(name) for name in self._weights(parts)})
 
     def _weights(self, parts: Sequence[str]) -> list[str]:
         """Returns the names of those parts' weights that are there; `_expect` refuses the others."""
@@ -395,6 +393,11 @@ def _rows(joined: Tensor, sizes: Sequence[int], keep: Sequence[slice] | None) ->
     begins = [sum(sizes[:part]) for part in range(len(sizes))]
     ranges = [joined[at + rows.start : at + rows.stop] for at, rows in zip(begins, keep, strict=True)]
     return torch.cat(ranges) if len(ranges) > 1 else ranges[0]
+
+
+def _bits_for(stored: set[int | None]) -> int | None:
+    """Returns the bits, 4 or 8, that hold parts of so many stored bits; None unless all are stored in integers."""
+    return None if None in stored or not stored else 4 if stored == {4} else 8
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 import pagemill
 from pagemill import _kernels
 from pagemill.errors import ConfigError
+from pagemill.hub.private_files import lock_alone, open_private
 from pagemill.models.loading.checkpoint import Checkpoint
 from pagemill.models.loading.keep import Keep, Nothing
 from pagemill.models.loading.packed_file import DamagedWeightsError, PackedFile, PackedWriter
@@ -155,9 +156,9 @@ def _locked(part: Path) -> Iterator[int]:
     """Opens a file that is to be written, made empty, and locks it; waits for whoever has locked it. Removes it if the
     writing fails. Raises OSError."""
     while True:
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_private(part)
         try:
-            if not _try_lock(file):
+            if not lock_alone(file):
                 logger.info("waiting for another process, which packs the same weights")
                 fcntl.flock(file, fcntl.LOCK_EX)
             if not _is_at(part, file):  # it was renamed, or removed, while this process waited
@@ -179,20 +180,13 @@ def _is_at(path: Path, file: int) -> bool:
     return False
 
 
-def _try_lock(file: int) -> bool:
-    with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
 def _is_left_over(path: Path) -> bool:
     """Returns True, and removes the file, if it is a part whose writer has died."""
     if path.suffix != ".part":
         return False
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        left = _try_lock(file)
+        left = lock_alone(file)
         if left:
             path.unlink(missing_ok=True)
         return left
