@@ -70,7 +70,8 @@ bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (
 
 test-gpu: $(BUILT)  ## Compile the GPU kernels in the usual configurations and run their tests, on this machine's GPU if it has one (settings: PYTEST_ARGS)
 	@$(BIN)/python tests/attention/compile_for_gpus.py 75 80 90 100 120
-	@exec $(BIN)/python -m pytest tests/attention -k triton $(PYTEST_ARGS)
+	@$(BIN)/python tests/ops/compile_for_gpus.py 75 80 90 100 120
+	@exec $(BIN)/python -m pytest tests/attention tests/ops tests/parity -k "triton or gpu" $(PYTEST_ARGS)
 
 test-minimum: wheel  ## Run tests of the HTTP server with the oldest versions that pyproject.toml allows of what it stands on (settings: PYTEST_ARGS)
 	@$(MODEL_READY)

@@ -88,7 +88,7 @@ def cuda_backend(device: torch.device) -> Backend:
     from pagemill.models.gpu_decoder import GpuDecoder
     from pagemill.ops.triton_ops import TritonOps
 
-    return backend._replace(ops=TritonOps(), attention=TritonAttention(capability), decoder=GpuDecoder)
+    return backend._replace(ops=TritonOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder)
 
 
 def _device(name: str) -> torch.device:
