@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +85,7 @@ def serving(way: str, replicas: int, seed: int) -> Iterator[tuple[list[str], Cho
         if way == "ray-affinity":
             from benchmarks.ray_prefix_affinity import RayPrefixAffinity
 
+            logging.getLogger("httpx").setLevel(logging.WARNING)  # Ray logs all that there is
             yield urls, RayPrefixAffinity(replicas).choose
             return
         drawn = random.Random(seed)
