@@ -89,8 +89,10 @@ test-ray: $(BUILT)  ## Install Ray, then serve replicas, kill each kind of proce
 test-faults: $(BUILT)  ## Draw 3000 schedules of faults between a front end and its replicas, in simulated time (settings: SCHEDULES, PYTEST_ARGS)
 	@PAGEMILL_FAULT_SCHEDULES=$(SCHEDULES) exec $(BIN)/python -m pytest tests/distributed/test_fault_schedules.py --timeout 0 $(PYTEST_ARGS)
 
-bench-gpu: $(BUILT)  ## Measure attention on this machine's NVIDIA GPU (settings: BENCH_ARGS)
-	@exec $(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)
+bench-gpu: $(BUILT)  ## Measure attention (settings: BENCH_ARGS), other operators and whole decode steps on this machine's NVIDIA GPU
+	@$(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks.gpu_ops
+	@$(BIN)/python -m benchmarks.gpu_decode
 
 build: $(BUILT)  ## Make .venv, install the pinned dependencies, build the kernels
 
