@@ -91,6 +91,7 @@ class TritonAttention:
     def __init__(self, capability: tuple[int, int]) -> None:
         self.name = f"triton-{triton.__version__}-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
         self.kv_formats: tuple[str, ...] | None = ("float32", "float16", "bfloat16", "int8")
+        self.waits = False
         self._major = capability[0]
 
     def write(
