@@ -86,3 +86,30 @@ def test_experts_in_integers_run_one_by_one_and_say_that_they_wait(tmp_path) -> 
     assert theirs.decoder.waits
     for mine, reference in zip(logits(ours.decoder), logits(theirs.decoder), strict=True):
         torch.testing.assert_close(mine, reference, rtol=0, atol=0.05)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe"])
+def test_a_graph_holds_a_step_that_waits_for_nothing(name: str, tmp_path) -> None:
+    case = next(case for case in CASES if case.name == name)
+    case.save(tmp_path)
+    decoder = load(case, tmp_path, GpuDecoder, TritonAttention(CAPABILITY), "float32")
+    sequences = PagedSequences(decoder, PROMPTS)
+    sequences.step([(0, 20), (2, 3)])
+    token_ids, batch = sequences.batch([(0, 1), (2, 1)])
+
+    def step() -> torch.Tensor:
+        return decoder.forward(token_ids, batch, sequences.pool)
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            held = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-5)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagemill.ops.interface import LowRankRun
+from pagemill.ops.interface import LowRank, LowRankRun
 from pagemill.ops.low_rank import LowRankPart, check_parts
 from pagemill.ops.quantized import AffineWeight, QuantizedWeight, quantized_linear
 
@@ -74,7 +74,7 @@ class TorchOps:
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> TorchQuantizedLinear:
         return TorchQuantizedLinear(weight, bias, dtype)
 
-    def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> TorchLowRank:
+    def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> LowRank:
         return TorchLowRank(parts, in_features, out_features)
 
     def add_low_rank(self, x: Tensor, y: Tensor, runs: Sequence[LowRankRun]) -> None:
