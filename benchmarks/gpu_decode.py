@@ -167,7 +167,11 @@ def captured(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(inputs: Step = step) -> None:  # a graph reads its inputs where they lay: they must stay
+        graph.replay()
+
+    return replay
 
 
 def run(

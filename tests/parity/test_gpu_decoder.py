@@ -105,11 +105,10 @@ def test_a_graph_holds_a_step_that_waits_for_nothing(name: str, tmp_path) -> Non
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            held = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
     graph.replay()
     torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-5)

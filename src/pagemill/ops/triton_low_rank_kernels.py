@@ -13,8 +13,8 @@ def shrink(
 ):  # fmt: skip
     """Writes scale * a x of some tokens for one block of ranks: low, fp32 [count, all ranks].
 
-    grid [count / BLOCK_M, blocks]. x [.., INNER]; tokens int64 [count]; a [blocks * RANKS, INNER]; scales fp32, by block.
-    DOT: what products are computed in; sums are fp32.
+    grid [count / BLOCK_M, blocks]. x [.., INNER]; tokens int64 [count]; a [blocks * RANKS, INNER]; scales fp32
+    [blocks]. DOT: what products are computed in; sums are fp32.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < count
