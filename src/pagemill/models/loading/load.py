@@ -126,9 +126,8 @@ def load_model(
             weights = assemble(Nothing())
         else:
             weights = packed.load(packed_key(checkpoint, mark, ops.name, chosen, quantization, sharding), assemble)
-    ready = decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen)
     return LoadedModel(
-        decoder=ready,
+        decoder=decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen),
         spec=spec,
         dtype=chosen,
         quantization=quantization,
