@@ -20,9 +20,9 @@ import torch
 pytest.importorskip("triton")
 
 from elsewhere import Elsewhere
-from interpreter import CAPABILITY, DEVICE
 from paged_case import PagedCase
 
+from interpreter import CAPABILITY, DEVICE
 from pagemill.attention import triton_backend
 from pagemill.attention.interface import GroupBatch
 from pagemill.attention.triton_backend import CHUNK, TritonAttention, most_chunks, rows_at_once

@@ -30,11 +30,15 @@ def test_each_device_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["cuda", "auto"])
 @pytest.mark.parametrize(
-    ("capability", "triton", "attention"),
-    [((7, 5), True, "TritonAttention"), ((7, 0), True, "TorchAttention"), ((9, 0), False, "TorchAttention")],
+    ("capability", "triton", "kernels"),
+    [
+        ((7, 5), True, ["TritonOps", "TritonAttention", "GpuDecoder"]),
+        ((7, 0), True, ["TorchOps", "TorchAttention", "Decoder"]),
+        ((9, 0), False, ["TorchOps", "TorchAttention", "Decoder"]),
+    ],
 )
-def test_gpus_get_the_attention_that_they_can_run(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], triton: bool, attention: str
+def test_gpus_get_the_kernels_that_they_can_run(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], triton: bool, kernels: list[str]
 ) -> None:
     if triton:
         pytest.importorskip("triton")
@@ -45,15 +49,17 @@ def test_gpus_get_the_attention_that_they_can_run(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu = select_backend(name)
     assert on_gpu.device == torch.device("cuda")
-    assert type(on_gpu.attention).__name__ == attention
-    assert list(map(type, (on_gpu.ops, on_gpu.sampling))) == [TorchOps, TorchSamplingKernels]
+    ops, attention, decoder = type(on_gpu.ops), type(on_gpu.attention), on_gpu.decoder
+    assert [kind.__name__ for kind in (ops, attention, decoder)] == kernels
+    assert isinstance(on_gpu.sampling, TorchSamplingKernels)
 
 
-def test_gpus_of_rocm_get_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_rocm_get_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    assert isinstance(select_backend("cuda").attention, TorchAttention)
+    on_gpu = select_backend("cuda")
+    assert list(map(type, (on_gpu.ops, on_gpu.attention))) == [TorchOps, TorchAttention]
 
 
 def test_kernels_that_this_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def cpu_backend(num_threads: int | None = None) -> Backend:
 
 
 def select_backend(name: str, num_threads: int | None = None) -> Backend:
-    """Returns the C++ kernels for "cpu", Triton's attention for "cuda", the better of what the machine has for "auto".
+    """Returns the C++ kernels for "cpu", Triton's for "cuda", the better of what the machine has for "auto".
 
     Raises ConfigError for a device that is not there, and as `cpu_backend` does.
     """
@@ -71,22 +71,24 @@ def select_backend(name: str, num_threads: int | None = None) -> Backend:
 
 
 def cuda_backend(device: torch.device) -> Backend:
-    """Returns Triton's attention among torch's operators; torch's attention too, where Triton is missing, or the GPU is
-    AMD's or older than its kernels."""
+    """Returns Triton's operators and attention; torch's where Triton is missing, or the GPU is AMD's or older than the
+    kernels."""
     backend = torch_backend(device)
     if torch.version.hip is not None:
-        logger.warning("attention runs in plain torch: Triton's kernels are made for NVIDIA GPUs, not for ROCm")
+        logger.warning("everything runs in plain torch: Triton's kernels are made for NVIDIA GPUs, not for ROCm")
         return backend
     capability = torch.cuda.get_device_capability(device)
     if importlib.util.find_spec("triton") is None:
-        logger.warning("attention runs in plain torch, far slower than in Triton: install triton")
+        logger.warning("everything runs in plain torch, far slower than in Triton: install triton")
         return backend
     if capability < TRITON_CAPABILITY:
-        logger.warning("attention runs in plain torch: Triton's needs compute capability 7.5, not %d.%d", *capability)
+        logger.warning("everything runs in plain torch: Triton needs compute capability 7.5, not %d.%d", *capability)
         return backend
-    from pagemill.attention.triton_backend import TritonAttention  # imports triton
+    from pagemill.attention.triton_backend import TritonAttention  # these import triton
+    from pagemill.models.gpu_decoder import GpuDecoder
+    from pagemill.ops.triton_quantized import TritonQuantizedOps
 
-    return backend._replace(attention=TritonAttention(capability))
+    return backend._replace(ops=TritonQuantizedOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder)
 
 
 def _device(name: str) -> torch.device:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pagemill.ops.packed_weight import PackedWeight, pack_affine, pack_float8, pack_quantized
 from pagemill.ops.quantized import AffineWeight, Float8Weight, QuantizedWeight
+from pagemill.ops.triton_ops import TritonOps
 from pagemill.ops.triton_quantized_kernels import add_parts, multiply_row, multiply_rows
 
 KERNEL_VERSION = 1
@@ -143,17 +144,21 @@ class NarrowLinear:
         }
 
 
-class NarrowWeights:
-    """Packs what `Ops` offers for narrow weights, on the device where they lie. capability: of the GPU."""
+class TritonQuantizedOps(TritonOps):
+    """Implements `Ops` as TritonOps does, and keeps narrow weights as they are. capability: the GPU's."""
+
+    keeps_narrow = True
 
     def __init__(self, capability: tuple[int, int]) -> None:
-        self.capability = capability
+        super().__init__()
+        self.name += f"-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
+        self._capability = capability
 
     def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> NarrowLinear:
-        return NarrowLinear(pack_affine(weight), bias, torch.float32, self.capability)
+        return NarrowLinear(pack_affine(weight), bias, torch.float32, self._capability)
 
     def pack_float8(self, weight: Float8Weight, bias: Tensor | None = None) -> NarrowLinear:
-        return NarrowLinear(pack_float8(weight), bias, torch.float32, self.capability)
+        return NarrowLinear(pack_float8(weight), bias, torch.float32, self._capability)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> NarrowLinear:
-        return NarrowLinear(pack_quantized(weight), bias, dtype, self.capability)
+        return NarrowLinear(pack_quantized(weight), bias, dtype, self._capability)

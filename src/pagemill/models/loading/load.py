@@ -126,8 +126,11 @@ def load_model(
             weights = assemble(Nothing())
         else:
             weights = packed.load(packed_key(checkpoint, mark, ops.name, chosen, quantization, sharding), assemble)
+    ready = decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen)
+    if device.type == "cuda":  # captured graphs hold the angles' places
+        ready.reach(max_model_len or spec.max_position)
     return LoadedModel(
-        decoder=decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen),
+        decoder=ready,
         spec=spec,
         dtype=chosen,
         quantization=quantization,

@@ -1,0 +1,57 @@
+"""The GPU's decoder agrees with the readable one on the same weights, in every family, through paged memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_models import CASES, Case
+
+from interpreter import CAPABILITY, DEVICE
+
+pytest.importorskip("triton")
+
+from harness import PagedSequences
+from pagemill.attention.interface import AttentionBackend
+from pagemill.attention.torch_backend import TorchAttention
+from pagemill.attention.triton_backend import TritonAttention
+from pagemill.models.decoder import Decoder
+from pagemill.models.gpu_decoder import GpuDecoder
+from pagemill.models.loading import load_model
+from pagemill.ops.torch_ops import TorchOps
+from pagemill.ops.triton_ops import TritonOps
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+PROMPTS = [[(7 * at + row) % 150 + 3 for at in range(length)] for row, length in enumerate((24, 1, 5))]
+STEPS = [[(0, 20), (2, 3)], [(0, 3), (1, 1), (2, 1)], [(2, 1), (0, 1)]]
+
+
+def load(case: Case, folder, kind: type[Decoder], attention: AttentionBackend, dtype: str) -> Decoder:
+    ops = TritonOps() if kind is GpuDecoder else TorchOps()
+    return load_model(
+        folder, ops=ops, attention=attention, decoder=kind, dtype=dtype, max_model_len=case.max_model_len, device=DEVICE
+    ).decoder
+
+
+def logits(decoder: Decoder) -> list[torch.Tensor]:
+    sequences = PagedSequences(decoder, PROMPTS)
+    return [rows for work in STEPS for rows in sequences.step(work)]
+
+
+def compare(case: Case, folder, attention: AttentionBackend, dtype: str, tolerance: float) -> None:
+    case.save(folder)
+    theirs = logits(load(case, folder, Decoder, TorchAttention(), dtype))
+    decoder = load(case, folder, GpuDecoder, attention, dtype)
+    assert type(decoder) is GpuDecoder
+    for ours, reference in zip(logits(decoder), theirs, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, reference, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_logits(case: Case, tmp_path) -> None:
+    compare(case, tmp_path, TorchAttention(), "float32", 1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name == "gemma3"], ids=lambda case: case.name)
+def test_logits_with_attention_in_triton(case: Case, tmp_path) -> None:
+    compare(case, tmp_path, TritonAttention(CAPABILITY), "float32", 1e-4)
