@@ -88,7 +88,9 @@ def cuda_backend(device: torch.device) -> Backend:
     from pagemill.models.gpu_decoder import GpuDecoder
     from pagemill.ops.triton_quantized import TritonQuantizedOps
 
-    return backend._replace(ops=TritonQuantizedOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder)
+    return backend._replace(
+        ops=TritonQuantizedOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -85,9 +85,9 @@ class PackedWeight:
     def dense(self, rows: Tensor | None = None) -> Tensor:
         """Returns the weight, or rows int64 [n] of it, in float32: each the very number that was packed."""
         if rows is not None:
-            top, zero, low = (None if part is None else part[rows] for part in (self.top, self.zero, self.low))
-            one = replace(self, codes=self.codes[rows], scale=self.scale[rows], top=top, zero=zero, low=low)
-            return one.dense()
+            top, zero = (None if part is None else part[rows] for part in (self.top, self.zero))
+            low = None if self.low is None else self.low[rows]
+            return replace(self, codes=self.codes[rows], scale=self.scale[rows], top=top, zero=zero, low=low).dense()
         group = torch.arange(self.columns, device=self.codes.device) // self.group
         values = self._values()[:, : self.columns]
         zeros = self.origin if self.zero is None else self.zero[:, group].float()
@@ -140,7 +140,9 @@ def pack_float8(weight: Float8Weight) -> PackedWeight:
     codes = _whole_units(weight.values.view(torch.uint8), 64)
     group = codes.shape[1] if weight.group >= columns else weight.group
     if group % 64:
-        raise ValueError(f"scales are for {weight.group} of {columns} columns; they must be for all or a multiple of 64")
+        raise ValueError(
+            f"scales are for {weight.group} of {columns} columns; they must be for all or a multiple of 64"
+        )
     return PackedWeight("float8", columns, codes, _in_16_bits(weight.scale) or Numbers(weight.scale), group, 64)
 
 
@@ -176,27 +178,27 @@ def _in_16_bits(numbers: Tensor) -> Numbers | None:
 
 
 def _two_levels(numbers: Tensor) -> Numbers | None:
-    """Returns numbers [rows, groups] as integers of 8 bits times a number in fp16 for each 8 or 16, as Q4_K, Q5_K and
-    Q6_K have them; None unless all are such.
+    """Returns numbers [rows, groups] as integers of 8 bits times a number in fp16 for each 16 or 8, as Q6_K, Q4_K and
+    Q5_K have them; None unless all are such."""
+    counts = (count for count in (16, 8) if numbers.shape[1] % count == 0)
+    return next((found for count in counts if (found := _in_blocks(numbers, count))), None)
 
-    The largest of a block is `most` times its fp16: every `most` is tried.
-    """
-    if len(numbers) > SAMPLE and _two_levels(numbers[:SAMPLE]) is None:
+
+def _in_blocks(numbers: Tensor, count: int) -> Numbers | None:
+    """Returns the two levels of blocks of `count`. A block's largest is `most` times its fp16: every one is tried."""
+    if len(numbers) > SAMPLE and _in_blocks(numbers[:SAMPLE], count) is None:
         return None
-    for count in (8, 16):
-        if numbers.shape[1] % count:
-            continue
-        blocks = numbers.view(len(numbers), -1, count)
-        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        found, fine, coarse = largest == 0, torch.zeros_like(blocks), torch.zeros_like(largest)
-        for most in (sign * size for size in range(1, 129) for sign in (1, -1)):
-            unit = (largest / most).half().float()
-            steps = torch.round(blocks / torch.where(unit == 0, 1, unit))
-            exact = ((steps >= -128) & (steps <= 127) & (steps * unit == blocks)).all(-1, keepdim=True)
-            new = exact & ~found
-            fine, coarse, found = torch.where(new, steps, fine), torch.where(new, unit, coarse), found | new
-            if bool(found.all()):
-                return Numbers(fine.view_as(numbers).to(torch.int8), coarse.squeeze(-1).half())
+    blocks = numbers.view(len(numbers), -1, count)
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    found, fine, coarse = largest == 0, torch.zeros_like(blocks), torch.zeros_like(largest)
+    for most in (sign * size for size in range(1, 129) for sign in (1, -1)):
+        unit = (largest / most).half().float()
+        steps = torch.round(blocks / torch.where(unit == 0, 1, unit))
+        exact = ((steps >= -128) & (steps <= 127) & (steps * unit == blocks)).all(-1, keepdim=True)
+        new = exact & ~found
+        fine, coarse, found = torch.where(new, steps, fine), torch.where(new, unit, coarse), found | new
+        if bool(found.all()):
+            return Numbers(fine.view_as(numbers).to(torch.int8), coarse.squeeze(-1).half())
     return None
 
 

@@ -1,8 +1,8 @@
-"""Holds weights as integers before they are packed, and computes with them in torch.
+"""Holds weights as narrow numbers before they are packed, and computes with them in torch.
 
-`AffineWeight` and `Float8Weight` are exactly the float32 weight of a quantized file. `QuantizedWeight` is for products of integers, where
-both sides are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits at
-load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its
+`AffineWeight` and `Float8Weight` are exactly the float32 weight of a quantized file. `QuantizedWeight` is for products
+of integers, where both sides are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits
+at load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its
 largest if that is less, so that only outliers take more than 8 bits. 4-bit weights keep the file's integers in
 memory; the file's scale and minimum of each 32 become slope and offset in 1/256 of the group's scale, and the product
 is rounded to 8 bits when it is used.

@@ -62,7 +62,7 @@ def parts_of(form: Form, out_features: int, units: int) -> int:
     """Returns into how many parts columns are cut: it does not depend on how many rows there are."""
     if not form.parts:
         return 1
-    return max(1, min(MOST_PARTS, PROGRAMS // triton.cdiv(out_features, form.outputs), units // 4))
+    return max(1, min(MOST_PARTS, PROGRAMS // -(-out_features // form.outputs), units // 4))
 
 
 class NarrowLinear:

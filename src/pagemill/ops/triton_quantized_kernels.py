@@ -113,7 +113,18 @@ def multiply_row(
                 offset = _zeros(zero, row, group, groups, there, ORIGIN)
                 product = _of_bits(packed, offset if zero is None else offset[:, :, None], magic) * part[None, :, :]
             sums = _sum_of(
-                sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE,
+                sums,
+                product,
+                part,
+                scale,
+                coarse_scale,
+                low,
+                coarse_low,
+                row,
+                group,
+                groups,
+                there,
+                PER_COARSE,
                 FP8_HALF_BIAS if KIND == "float8" else 1.0,
             )
         else:
