@@ -48,7 +48,7 @@ class Form(NamedTuple):
 
 
 FORMS = (Form(16, 64, 16, 4, 4, True), Form(64, 64, 64, 4, 3, True), Form(None, 128, 64, 8, 3, False))
-SCALAR_FORMS = (Form(16, 32, 16, 4, 1, True), Form(None, 32, 32, 4, 1, False))
+SCALAR_FORMS = (Form(16, 32, 16, 4, 1, True), Form(None, 32, 16, 4, 1, False))
 """Where products take no matrix units, every operand takes a register."""
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

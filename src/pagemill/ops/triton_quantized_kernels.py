@@ -71,13 +71,42 @@ def _sum_of(
     sums, product, x, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE: tl.constexpr,
     BIAS: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Returns sums [rows, places] and what the codes' product [rows, places, 16] with x [places, 16] adds to them."""
+    """Returns sums [rows, places] and what the codes' product [rows, places, n] with x [places, n] adds to them."""
     factor = _numbers(scale, coarse_scale, row, group, groups, there, PER_COARSE)
     if BIAS != 1.0:
         factor *= BIAS
     sums += tl.sum(product, 2) * factor
     if low is not None:
         sums += _numbers(low, coarse_low, row, group, groups, there, PER_COARSE) * tl.sum(x, 1)[None, :]
+    return sums
+
+
+@triton.jit
+def _add_six_bits(
+    sums, x, codes, top, scale, coarse_scale, zero, low, coarse_low, place, row, chunk, there, columns, groups, magic,
+    GROUP: tl.constexpr, PER_COARSE: tl.constexpr, ORIGIN: tl.constexpr,
+):  # fmt: skip
+    """Returns sums [rows, chunks] and what the units of 32 columns at `place` add, 8 columns of a shift at a time."""
+    byte = tl.arange(0, 8)
+    at = (place * 16)[:, :, None] + byte[None, None, :]
+    first = tl.load(codes + at, there[:, :, None], other=0).to(tl.uint32)
+    last = tl.load(codes + at + 8, there[:, :, None], other=0).to(tl.uint32)
+    at = (place * 8)[:, :, None] + byte[None, None, :]
+    above = tl.load(top + at, there[:, :, None], other=0).to(tl.uint32) << 4
+    for half in tl.static_range(2):
+        column = (chunk * 32 + 16 * half)[:, None] + byte[None, :]
+        group = ((chunk * 32 + 16 * half) // GROUP)[None, :]
+        offset = _zeros(zero, row, group, groups, there, ORIGIN)
+        offset = offset if zero is None else offset[:, :, None]
+        x_first = tl.load(x + column, column < columns, other=0).to(tl.float32)
+        x_last = tl.load(x + column + 8, column + 8 < columns, other=0).to(tl.float32)
+        code = ((first >> (4 * half)) & 15) | ((above >> (4 * half)) & 48)
+        product = _of_bits(code, offset, magic) * x_first[None, :, :]
+        code = ((last >> (4 * half)) & 15) | ((above >> (4 * half + 2)) & 48)
+        product += _of_bits(code, offset, magic) * x_last[None, :, :]
+        sums = _sum_of(
+            sums, product, x_first + x_last, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE
+        )
     return sums
 
 
@@ -100,64 +129,42 @@ def multiply_row(
     for first in range(0, chunks, BLOCK_C):
         chunk = first + tl.arange(0, BLOCK_C)
         there = inside[:, None] & (chunk < chunks)[None, :]
-        at = (row * chunks + chunk[None, :]) * 16
-        packed = tl.load(codes + at[:, :, None] + byte[None, None, :], there[:, :, None], other=0)
-        if (KIND == "int8") | (KIND == "float8"):
-            begin = chunk * 16
-            group = (begin // GROUP)[None, :]
+        place = row * chunks + chunk[None, :]
+        if KIND == "int6":
+            sums = _add_six_bits(
+                sums, x, codes, top, scale, coarse_scale, zero, low, coarse_low, place, row, chunk, there, columns,
+                groups, magic, GROUP, PER_COARSE, ORIGIN,
+            )  # fmt: skip
+        else:
+            at = (place * 16)[:, :, None] + byte[None, None, :]
+            packed = tl.load(codes + at, there[:, :, None], other=0)
+            IN_UNIT: tl.constexpr = UNIT // 32 if KIND == "int4" else 1
+            begin = (chunk // IN_UNIT) * UNIT + (chunk % IN_UNIT) * 16 if KIND == "int4" else chunk * 16
             column = begin[:, None] + byte[None, :]
+            group = (begin // GROUP)[None, :]
+            offset = _zeros(zero, row, group, groups, there, ORIGIN)
             part = tl.load(x + column, column < columns, other=0).to(tl.float32)
             if KIND == "float8":
                 product = _of_float8_bits(packed) * (part * FP8_HALF_BIAS)[None, :, :]
             else:
-                offset = _zeros(zero, row, group, groups, there, ORIGIN)
-                product = _of_bits(packed, offset if zero is None else offset[:, :, None], magic) * part[None, :, :]
+                lower = packed & 15 if KIND == "int4" else packed
+                product = _of_bits(lower, offset if zero is None else offset[:, :, None], magic) * part[None, :, :]
             sums = _sum_of(
-                sums,
-                product,
-                part,
-                scale,
-                coarse_scale,
-                low,
-                coarse_low,
-                row,
-                group,
-                groups,
-                there,
-                PER_COARSE,
+                sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE,
                 FP8_HALF_BIAS if KIND == "float8" else 1.0,
-            )
-        else:
-            IN_UNIT: tl.constexpr = UNIT // 32
-            begin = (chunk // IN_UNIT) * UNIT + (chunk % IN_UNIT) * 16
-            column = begin[:, None] + byte[None, :]
-            part = tl.load(x + column, column < columns, other=0).to(tl.float32)
-            lower, upper = packed & 15, packed & 240
-            if top is not None:
-                above = tl.load(top + at[:, :, None] // 2 + (byte % 8)[None, None, :], there[:, :, None], other=0)
-                above = above >> (byte // 8 * 2).to(tl.uint8)[None, None, :]
-                lower |= (above & 3) << 4
-                upper = (packed >> 4) | (above & 48)
-            group = (begin // GROUP)[None, :]
-            offset = _zeros(zero, row, group, groups, there, ORIGIN)
-            product = _of_bits(lower, offset if zero is None else offset[:, :, None], magic) * part[None, :, :]
-            sums = _sum_of(
-                sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE
-            )
-            column += UNIT // 2
-            part = tl.load(x + column, column < columns, other=0).to(tl.float32)
-            if UNIT // 2 >= GROUP:
-                group = ((begin + UNIT // 2) // GROUP)[None, :]
-                offset = _zeros(zero, row, group, groups, there, ORIGIN)
-            if top is not None:
-                product = _of_bits(upper, offset if zero is None else offset[:, :, None], magic) * part[None, :, :]
-            else:  # the upper halves stay where they are, 16 times as much
-                offset = offset * 16
-                smaller = (part * SIXTEENTH)[None, :, :]
-                product = _of_bits(upper, offset if zero is None else offset[:, :, None], magic) * smaller
-            sums = _sum_of(
-                sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE
-            )
+            )  # fmt: skip
+            if KIND == "int4":
+                column += UNIT // 2
+                part = tl.load(x + column, column < columns, other=0).to(tl.float32)
+                if UNIT // 2 >= GROUP:
+                    group = ((begin + UNIT // 2) // GROUP)[None, :]
+                    offset = _zeros(zero, row, group, groups, there, ORIGIN)
+                offset = offset * 16  # the upper halves stay where they are, 16 times as much
+                upper = _of_bits(packed & 240, offset if zero is None else offset[:, :, None], magic)
+                product = upper * (part * SIXTEENTH)[None, :, :]
+                sums = _sum_of(
+                    sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE
+                )
     total = tl.sum(sums, 1)
     if bias is not None:
         total += tl.load(bias + output, inside, other=0)
