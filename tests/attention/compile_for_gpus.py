@@ -10,13 +10,12 @@ in a process of its own: where TRITON_INTERPRET was set as triton was imported, 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -88,8 +87,8 @@ def launch(capability: int, case: Case) -> None:
     attention.attend(query, cache, batch, 0, scale=0.1, **options)
 
 
-def compiled(capability: int, start: Callable[[], object]) -> list[tuple[str, triton.compiler.CompiledKernel]]:
-    """Returns the kernels that `start` would start, compiled and not started."""
+def compiled(capability: int, case: Case) -> list[tuple[str, triton.compiler.CompiledKernel]]:
+    """Returns the kernels that `launch` would start, compiled and not started."""
     kernels = []
     target = GPUTarget("cuda", capability, 32)
     device = SimpleNamespace(
@@ -103,7 +102,7 @@ def compiled(capability: int, start: Callable[[], object]) -> list[tuple[str, tr
 
     triton.runtime.driver.set_active(device)
     with mock.patch.object(JITFunction, "run", compile_only):
-        start()
+        launch(capability, case)
     return kernels
 
 
@@ -118,19 +117,14 @@ def resources(kernel: triton.compiler.CompiledKernel) -> tuple[int, int, int]:
     return registers, stack, kernel.metadata.shared
 
 
-def is_over(capability: int, registers: int, stack: int, shared: int) -> bool:
-    """Returns True for resources that break the budget of kernels."""
-    return stack > (STACK if registers < MOST_REGISTERS else 0) or shared > SHARED[capability] * 1024
-
-
 def main(capabilities: list[int]) -> int:
     fits = True
     cases = [case for capability in capabilities for case in usual_cases(capability)] or FEW
     print("capability  kernel            registers  stack  shared  case")
     for capability, case in cases:
-        for name, kernel in compiled(capability, functools.partial(launch, capability, case)):
+        for name, kernel in compiled(capability, case):
             registers, stack, shared = resources(kernel)
-            over = is_over(capability, registers, stack, shared)
+            over = stack > (STACK if registers < MOST_REGISTERS else 0) or shared > SHARED[capability] * 1024
             fits &= not over
             said = f"{capability:10}  {name:16}  {registers:9}  {stack:5}  {shared:6}  {case}"
             print(said + ("  <- too much" if over else ""), flush=True)

@@ -1,10 +1,7 @@
-"""Compiles the kernels of narrow weights as `NarrowLinear` launches them, for GPUs that need not be there, and prints
-what each takes: registers per thread, bytes of stack (registers that were spilled), bytes of shared memory.
+"""Compiles the kernels of narrow weights as `NarrowLinear` launches them, as `attention/compile_for_gpus.py` does those
+of attention:
 
     python tests/ops/compile_quantized_for_gpus.py [CAPABILITY ...]
-
-Without arguments: a few configurations; for a capability (75 is 7.5) all. Ends with status 1 if a kernel breaks the
-budget of `compile_for_gpus.py`, or flushes small numbers to zero, which those of fp8 are on the way.
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+from triton.compiler import CompiledKernel
 
-sys.path.append(str(Path(__file__).parents[1] / "attention"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from compile_for_gpus import compiled, is_over, resources
-
+from attention import compile_for_gpus as compiler
 from pagemill.ops.packed_weight import PackedWeight, pack_affine, pack_float8, pack_quantized
 from pagemill.ops.quantized import AffineWeight, Float8Weight, quantize_int8
 from pagemill.ops.triton_quantized import NarrowLinear
@@ -87,23 +84,21 @@ def packed(kind: str) -> PackedWeight:
     return pack_affine(AffineWeight(values, scale.contiguous(), low.contiguous(), bits))
 
 
-def main(capabilities: list[int]) -> int:
-    fits = True
-    cases = [case for capability in capabilities for case in usual_cases(capability)] or FEW
-    print("capability  kernel         registers  stack  shared  case")
-    for capability, case in cases:
-        linear = NarrowLinear(packed(case.kind), torch.zeros(OUTPUTS), torch.float32, divmod(capability, 10))
-        x = torch.zeros(case.rows, COLUMNS, dtype=case.element)
-        for name, kernel in compiled(capability, lambda linear=linear, x=x: linear(x)):
-            registers, stack, shared = resources(kernel)
-            over = is_over(capability, registers, stack, shared)
-            flushes = ".ftz" in kernel.asm["ptx"]
-            fits &= not (over or flushes)
-            said = f"{capability:10}  {name:13}  {registers:9}  {stack:5}  {shared:6}  {case}"
-            print(said + "  <- too much" * over + "  <- flushes" * flushes, flush=True)
-    return not fits
+def launch(capability: int, case: Case) -> None:
+    linear = NarrowLinear(packed(case.kind), torch.zeros(OUTPUTS), torch.float32, divmod(capability, 10))
+    linear(torch.zeros(case.rows, COLUMNS, dtype=case.element))
+
+
+def resources(kernel: CompiledKernel) -> tuple[int, int, int]:
+    assert ".ftz" not in kernel.asm["ptx"], "numbers of fp8 are tiny on the way, and must not be flushed to zero"
+    return RESOURCES(kernel)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-        sys.exit(main([int(argument) for argument in sys.argv[1:]]))
+    RESOURCES = compiler.resources
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
+        mock.patch.multiple(compiler, FEW=FEW, usual_cases=usual_cases, launch=launch, resources=resources),
+    ):
+        sys.exit(compiler.main([int(argument) for argument in sys.argv[1:]]))

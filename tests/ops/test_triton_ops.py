@@ -3,10 +3,15 @@ operators, strided views, and that nothing else is read or written."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from interpreter import DEVICE
+from interpreter import CAPABILITY, DEVICE
 
 pytest.importorskip("triton")
 
@@ -17,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Of a rounded result, relative to it; in float32 several roundings."""
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exp(1000)
-ops = TritonOps()
+ops = TritonOps(CAPABILITY)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -168,3 +173,16 @@ def test_what_is_not_finite_spoils_its_own_row_only(bad: float) -> None:
 def test_names_tell_kernels_apart() -> None:
     assert ops.name.startswith(TorchOps.name)
     assert ops.name != TorchOps.name
+
+
+def test_kernels_compile_for_every_gpu_and_fit() -> None:
+    script = Path(__file__).with_name("compile_for_gpus.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compiled = [line.split()[:2] for line in done.stdout.splitlines()[1:]]
+    dense = ["normalize", "normalize", "turn_heads", "gate"]
+    mixture = ["route", "multiply_experts", "multiply_experts", "combine"]
+    normed = ["normalize", "normalize", "normalize", "turn_heads", "gate"]
+    runs = {"75": dense, "90": mixture, "100": normed}
+    assert compiled == [[capability, kernel] for capability, kernels in runs.items() for kernel in kernels]

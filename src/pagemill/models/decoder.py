@@ -88,6 +88,7 @@ class Decoder:
     """Runs one step: token ids in, hidden states out, K/V written to and read from the pool's frames.
 
     groups: the layer groups that `AttentionBatch.groups` and the pool must follow.
+    waits:  True if `forward` waits for the device on the way, so that no CUDA graph can hold it.
     """
 
     spec: DecoderSpec
@@ -100,6 +101,7 @@ class Decoder:
         spec, self.device = self.spec, self.weights.final_norm.device
         self.groups = group_layers([layer.window for layer in spec.layers])
         self._group_of = [self.groups.place(index)[0] for index in range(len(spec.layers))]
+        self.waits = any(layer.moe for layer in spec.layers)
         self._angles = [AngleTable(rope, self.device) for rope in spec.ropes]
         # The reference rounds the scale to the weights' dtype before it multiplies.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)

@@ -8,20 +8,40 @@ CUDA graph may hold the step, once `reach` has seen the longest context.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch
 from pagemill.models.adapter import AdapterTokens
-from pagemill.models.decoder import Angles, Decoder, LayerCaches, LayerWeights, OnLayer
+from pagemill.models.decoder import Adapt, Angles, Decoder, Experts, GatedMLP, LayerCaches, LayerWeights, OnLayer
+from pagemill.ops.triton_experts import apply_experts, stack
 from pagemill.ops.triton_ops import TritonOps
 
 
+@dataclass(frozen=True, slots=True)
+class StackedExperts(Experts):
+    """Holds a mixture whose experts' weights lie in two tensors, one expert behind the other.
+
+    gate_up [experts, 2 * intermediate, hidden], down [experts, hidden, intermediate].
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+
 class GpuDecoder(Decoder):
-    """Runs decoders on `TritonOps`."""
+    """Runs decoders on `TritonOps`. A mixture of experts that are not plain weights (quantized, say) runs expert by
+    expert, and waits for the device."""
 
     ops: TritonOps
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = tuple(replace(layer, mlp=_stacked(layer.mlp)) for layer in self.weights.layers)
+        self.weights = replace(self.weights, layers=layers)
+        self.waits = any(type(layer.mlp) is Experts for layer in layers)
 
     @torch.inference_mode()
     def forward(
@@ -65,3 +85,23 @@ class GpuDecoder(Decoder):
             self.ops.rotate(turned, *angles)
         q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         return q, k, v
+
+    def _mlp(self, normed: Tensor, weights: LayerWeights, adapt: Adapt) -> Tensor:
+        mlp, moe = weights.mlp, self.spec.moe
+        if not isinstance(mlp, StackedExperts):
+            return super()._mlp(normed, weights, adapt)
+        assert moe is not None
+        return apply_experts(
+            normed, mlp.router(normed.float()), mlp.gate_up, mlp.down, moe.experts_per_token,
+            normalize=moe.normalize, activation=self.spec.activation,
+            matrix_units=self.ops.has_matrix_units(normed.dtype),
+        )  # fmt: skip
+
+
+def _stacked(mlp: GatedMLP | Experts) -> GatedMLP | Experts:
+    """Returns a mixture with its experts' weights stacked, if they can be; else what was given."""
+    if not isinstance(mlp, Experts):
+        return mlp
+    gate_up = stack([expert.gate_up for expert in mlp.experts])
+    down = stack([expert.down for expert in mlp.experts])
+    return mlp if gate_up is None or down is None else StackedExperts(mlp.router, mlp.experts, gate_up, down)

@@ -28,11 +28,18 @@ class TritonOps(TorchOps):
     """Implements `Ops` for GPUs that Triton compiles for, and for Triton's interpreter; and more operators, of which
     each is several of `Ops` in one kernel, with the same places of rounding.
 
+    capability: the GPU's. Below 8.0 Triton takes no matrix units.
+
     A row's bits depend on the row alone, but for those of matrix products.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capability: tuple[int, int]) -> None:
         self.name = f"{TorchOps.name}+triton-{triton.__version__}-{KERNEL_VERSION}"
+        self._major = capability[0]
+
+    def has_matrix_units(self, dtype: torch.dtype) -> bool:
+        """Returns True if Triton's products of this dtype run in matrix units."""
+        return self._major >= 8 and dtype != torch.float32
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns what `Ops.rms_norm` says. Raises ValueError for rows of over WIDEST elements."""

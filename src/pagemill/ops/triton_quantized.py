@@ -150,7 +150,7 @@ class TritonQuantizedOps(TritonOps):
     keeps_narrow = True
 
     def __init__(self, capability: tuple[int, int]) -> None:
-        super().__init__()
+        super().__init__(capability)
         self.name += f"-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
         self._capability = capability
 

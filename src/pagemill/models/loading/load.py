@@ -132,8 +132,6 @@ def load_model(
         else:
             weights = packed.load(packed_key(checkpoint, mark, ops.name, chosen, quantization, sharding), assemble)
     ready = decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen)
-    if device.type == "cuda":  # captured graphs hold the angles' places
-        ready.reach(max_model_len or spec.max_position)
     return LoadedModel(
         decoder=ready,
         spec=spec,
