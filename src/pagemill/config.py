@@ -68,11 +68,11 @@ class EngineConfig:
         "auto"
     )
     quantization: Annotated[
-        Literal["awq", "gguf", "gptq", "int8"] | None,
+        Literal["awq", "fp8", "gguf", "gptq", "int8"] | None,
         about(
             "Linear layers on 8-bit arithmetic: awq, gguf or gptq (the integers of such a checkpoint) or int8 (any "
-            "weights). Default: a quantized checkpoint's own integers where dtype is auto and the processor multiplies "
-            "integers faster."
+            "weights); fp8 is for GPUs. Default: a quantized checkpoint's own integers where dtype is auto and the "
+            "processor multiplies integers faster, and on GPUs."
         ),
     ] = None
     weights_disk_memory: Annotated[

@@ -32,7 +32,7 @@ def test_each_device_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "triton", "kernels"),
     [
-        ((7, 5), True, ["TritonOps", "TritonAttention", "GpuDecoder"]),
+        ((7, 5), True, ["TritonQuantizedOps", "TritonAttention", "GpuDecoder"]),
         ((7, 0), True, ["TorchOps", "TorchAttention", "Decoder"]),
         ((9, 0), False, ["TorchOps", "TorchAttention", "Decoder"]),
     ],

@@ -86,9 +86,11 @@ def cuda_backend(device: torch.device) -> Backend:
         return backend
     from pagemill.attention.triton_backend import TritonAttention  # these import triton
     from pagemill.models.gpu_decoder import GpuDecoder
-    from pagemill.ops.triton_ops import TritonOps
+    from pagemill.ops.triton_quantized import TritonQuantizedOps
 
-    return backend._replace(ops=TritonOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder)
+    return backend._replace(
+        ops=TritonQuantizedOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder
+    )
 
 
 def _device(name: str) -> torch.device:
