@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,15 @@ class LoadedModel:
     names: WeightNames
 
 
+AttentionChoice = Callable[[DecoderSpec, torch.dtype], AttentionBackend]
+"""Chooses the attention for a rank's part of a model and the dtype of its weights."""
+
+
 def load_model(
     path: str | Path,
     *,
     ops: Ops,
-    attention: AttentionBackend,
+    attention: AttentionBackend | AttentionChoice,
     decoder: DecoderMaker = Decoder,
     dtype: str = "auto",
     hf_overrides: Mapping[str, Any] | None = None,
@@ -75,6 +79,7 @@ def load_model(
 ) -> LoadedModel:
     """Loads a folder in Hugging Face's form or a GGUF file.
 
+    attention:     a choice is asked before weights are read, and may raise ConfigError.
     decoder:       makes the decoder that runs the layers, on `ops` and `attention`.
     hf_overrides:  replaces settings of the model's configuration, by transformers' names.
     max_model_len: longest context to prepare for; None: all that the model declares.
@@ -115,6 +120,9 @@ def load_model(
         on_integers=quantization is not None,
         device=device,
     )
+    part = spec if sharding is None else sharding.spec(spec)
+    if callable(attention):
+        attention = attention(part, chosen)
     mark = fingerprint(checkpoint, spec, chosen)
 
     def assemble(keep: Keep) -> DecoderWeights:
@@ -132,7 +140,7 @@ def load_model(
         else:
             weights = packed.load(packed_key(checkpoint, mark, ops.name, chosen, quantization, sharding), assemble)
     return LoadedModel(
-        decoder=decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen),
+        decoder=decoder(part, weights, ops, attention, chosen),
         spec=spec,
         dtype=chosen,
         quantization=quantization,
