@@ -147,6 +147,8 @@ class CheckedDevice(TorchDispatchMode):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
+        self.nbytes = 1 << 20
+        """Memory that it says to have."""
         self.random = random.Random(seed)
         self.host = Clock()
         self.compute = CheckedStream(self, "compute")
@@ -233,7 +235,7 @@ class CheckedDevice(TorchDispatchMode):
         return graph, result
 
     def memory(self) -> ExecutorMemory:
-        return ExecutorMemory(1 << 20, 1 << 20)
+        return ExecutorMemory(self.nbytes, self.nbytes)
 
     def synchronize(self) -> None:
         for stream in self._streams.values():

@@ -41,6 +41,7 @@ FORKED = SamplingParams(temperature=0.7, seed=5, n=3, max_tokens=8, ignore_eos=T
 @pytest.mark.parametrize("enforce_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_greedy_tokens_are_those_of_the_host(device, monkeypatch, enforce_eager):
     monkeypatch.setattr(graphs, "WORTH_IT", 1)
+    device.nbytes = 16 << 20
     config = EngineConfig(**SETTINGS, enforce_eager=enforce_eager)
     tokenizer = Tokenizer.load(config)
     requests = [request(f"r{i}", tokenizer.encode(text), GREEDY) for i, text in enumerate(TEXTS)]
