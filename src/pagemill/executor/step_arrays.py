@@ -38,5 +38,5 @@ def padded_arrays(
     query_start = np.minimum(np.arange(size + 1, dtype=np.int32), count)
     last = np.arange(size)
     alike = Choices.argmax(1)
-    chosen = (spread(of_samples, rest[0], at) for of_samples, rest in zip(choices, alike, strict=True))
+    chosen = [spread(getattr(choices, name), getattr(alike, name)[0], at) for name in Choices._fields]
     return [rows, starts, query_start, last, spread(written, nowhere, at), *chosen]
