@@ -317,6 +317,16 @@ class RankLostError(EngineDeadError):
     """A process that held a part of the model is gone, and with it the engine: no other has its part."""
 
 
+class DeviceLostError(EngineDeadError):
+    """A device that does no more work in this process, such as a GPU after an illegal address: what it held is lost."""
+
+    @classmethod
+    def of(cls, device: object, error: BaseException) -> DeviceLostError:
+        return cls(
+            f"the device {device} does no more work ({type(error).__name__}: {error}); the engine has to start anew"
+        )
+
+
 class EngineStoppedError(EngineDeadError):
     """The engine was told to stop before it had done what was asked; that can be sent again, to another one."""
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from elsewhere import Elsewhere
-from interpreter import CAPABILITY, DEVICE
 
+from interpreter import CAPABILITY, DEVICE
 from kernel_settings import kernels_of
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention

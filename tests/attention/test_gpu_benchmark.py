@@ -12,9 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from interpreter import CAPABILITY, DEVICE
-
 from benchmarks import gpu_attention
+from interpreter import CAPABILITY, DEVICE
 from pagemill.kvcache.kv_format import kv_format
 
 

@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from elsewhere import Elsewhere
-from interpreter import CAPABILITY, DEVICE
 from paged_case import PagedCase
 
+from interpreter import CAPABILITY, DEVICE, multiply_rows_alike
 from pagemill.attention import triton_backend
 from pagemill.attention.interface import GroupBatch
 from pagemill.attention.triton_backend import CHUNK, TritonAttention, most_chunks, rows_at_once
@@ -31,13 +30,7 @@ from pagemill.kvcache.layout import block_major
 
 @pytest.fixture
 def equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the interpreter products in which a row's place changes no bit, as on a GPU: with some BLAS it does."""
-
-    def product(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return np.einsum("...ij,...jk->...ik", a.astype(dtype), b.astype(dtype))
-
-    if DEVICE == "cpu":
-        monkeypatch.setattr(np, "matmul", product)
+    multiply_rows_alike(monkeypatch)
 
 
 @pytest.fixture

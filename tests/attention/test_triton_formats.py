@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from elsewhere import Elsewhere
-from interpreter import CAPABILITY, DEVICE
 from paged_case import PagedCase
 
+from interpreter import CAPABILITY, DEVICE
 from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.attention.triton_backend import TritonAttention
 from pagemill.attention.triton_tiles import widened

@@ -65,7 +65,7 @@ def test_prompts_are_computed_apart_and_answers_spread():
 
 
 def test_a_timeout_ends_a_request_wherever_it_is():
-    trace = [TracedRequest(i, 0.01 * i, 1000, 30, timeout=0.4) for i in range(40)]
+    trace = [TracedRequest(i, 0.01 * i, 1000, 30, timeout=1.0) for i in range(40)]
     _, outcome = serve(trace, network=Network(block_s(0.02), 1e-4), prefill_replicas=1)
     assert 0 < sum(one.timed_out for one in outcome.served) < 40
     assert len(outcome.finished) + sum(one.timed_out for one in outcome.served) == 40

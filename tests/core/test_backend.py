@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.torch_backend import TorchAttention
+from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.executor.backend import cpu_backend, select_backend
+from pagemill.executor.share import load_share
 from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.torch_ops import TorchOps
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
@@ -30,11 +33,15 @@ def test_each_device_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["cuda", "auto"])
 @pytest.mark.parametrize(
-    ("capability", "triton", "attention"),
-    [((7, 5), True, "TritonAttention"), ((7, 0), True, "TorchAttention"), ((9, 0), False, "TorchAttention")],
+    ("capability", "triton", "kernels"),
+    [
+        ((7, 5), True, ["TritonQuantizedOps", "TritonAttention", "GpuDecoder"]),
+        ((7, 0), True, ["TorchOps", "TorchAttention", "Decoder"]),
+        ((9, 0), False, ["TorchOps", "TorchAttention", "Decoder"]),
+    ],
 )
-def test_gpus_get_the_attention_that_they_can_run(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], triton: bool, attention: str
+def test_gpus_get_the_kernels_that_they_can_run(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], triton: bool, kernels: list[str]
 ) -> None:
     if triton:
         pytest.importorskip("triton")
@@ -45,18 +52,47 @@ def test_gpus_get_the_attention_that_they_can_run(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu = select_backend(name)
     assert on_gpu.device == torch.device("cuda")
-    assert type(on_gpu.attention).__name__ == attention
-    assert list(map(type, (on_gpu.ops, on_gpu.sampling))) == [TorchOps, TorchSamplingKernels]
+    ops, attention, decoder = type(on_gpu.ops), type(on_gpu.attention), on_gpu.decoder
+    assert [kind.__name__ for kind in (ops, attention, decoder)] == kernels
+    assert isinstance(on_gpu.sampling, TorchSamplingKernels)
 
 
-def test_gpus_of_rocm_get_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_rocm_get_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    assert isinstance(select_backend("cuda").attention, TorchAttention)
+    on_gpu = select_backend("cuda")
+    assert list(map(type, (on_gpu.ops, on_gpu.attention))) == [TorchOps, TorchAttention]
 
 
 def test_kernels_that_this_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEMILL_ISA", "altivec")
     with pytest.raises(ConfigError, match="altivec"):
         select_backend("cpu")
+
+
+def test_attention_on_cpu_is_its_own_or_torchs() -> None:
+    assert isinstance(select_backend("cpu", attention="torch").attention, TorchAttention)
+    for name in ("triton", "flash_attn"):
+        with pytest.raises(ConfigError, match=r"needs an NVIDIA GPU.*use 'auto' or 'torch'") as caught:
+            select_backend("cpu", attention=name)
+        assert caught.value.param == "attention_backend"
+
+
+def test_a_gpus_attention_is_chosen_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="A100", multi_processor_count=108)
+    )
+    config = EngineConfig(model="smollm2-135m", device="cuda", dtype="float32", attention_backend="FLASH_ATTN")
+    with pytest.raises(ConfigError, match="'flash_attn' cannot be used") as caught:
+        load_share(config, progress=lambda *_: pytest.fail("weights are read"))
+    assert caught.value.param == "attention_backend"
+
+
+def test_attention_that_is_named_runs_the_model() -> None:
+    share = load_share(EngineConfig(model="smollm2-135m", device="cpu", attention_backend="TORCH_SDPA"))
+    assert isinstance(share.backend.attention, TorchAttention)
+    assert share.model.decoder.attention is share.backend.attention

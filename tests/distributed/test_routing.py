@@ -268,11 +268,28 @@ def test_no_prompt_goes_apart_where_fetching_takes_longer_or_nobody_is_left_to_g
     router.rest("r1")
     assert router.route_prompt("q2", asked("b", 20)) is None
     assert router.route("q2", asked("b", 20)).replica == "r0"
+    router.end("q2")
+    router.end("q0")
     router.resume("r1")
     assert router.route_prompt("q3", asked("c", 20)).replica == "r0", "it keeps its part"
     router.remove("r0")
     router.add("r2", rows=8)
     assert router.route_prompt("q4", asked("d", 20)).replica == "r1"
+
+
+def test_prompts_wait_at_replicas_of_their_own_for_as_long_as_they_would_hold_up_answers_elsewhere():
+    router = split(2)
+    router.route("answer", asked("x", 1), at="r1")
+    router.note_tokens("answer", 1)
+    went = []
+    for at in range(9):
+        what = asked(f"p{at}", 20)
+        went.append(router.route_prompt(f"q{at}", what) or router.route(f"q{at}", what))
+    apart = [route.replica for route in went].index("r1")
+    assert 1 < apart < 6, "prompts of 160 ms each beside an answer of some 130 ms"
+    for at in range(9):
+        router.end(f"q{at}")
+    assert router.route_prompt("later", asked("p", 20)).replica == "r0"
 
 
 def test_who_has_fetched_nothing_yet_is_taken_to_fetch_as_others_do():

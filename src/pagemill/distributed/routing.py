@@ -33,6 +33,8 @@ FIRST_ANSWER_TOKENS = 128.0
 """Tokens that an answer is expected to have before any has ended."""
 LEAST_SPLIT_TOKENS = 128
 """A prompt of which fewer tokens are to be computed is not worth two replicas."""
+HELD_UP = 2.0
+"""What a second counts by which a prompt holds up an answer under way, beside a second before a first token."""
 FADING = 0.05
 """Weight of the last answer's length in the length that is expected; all earlier ones have the rest."""
 
@@ -224,17 +226,24 @@ class Router:
 
     def route_prompt(self, request_id: str, asked: Asked) -> Route | None:
         """Chooses the replica that computes a request's prompt and first token, where another is to go on, and counts
-        that work. Returns None where one replica is to do all: there is none for prompts, too little is to compute, or
-        it takes less time than fetching what was computed.
+        that work. Returns None where one replica is to do all: there is none for prompts, too little is to compute, it
+        takes less time than fetching what was computed, or it costs less.
+
+        The cost apart is the work that is left there, with the prompt, and the fetch of what was computed. With one
+        replica it is the work left with the prompt, and the prompt's time again: once for the answer that it begins,
+        and HELD_UP times for each that it holds up.
         """
         if not self._prefilling:
             return None
-        whole, found, holders = self._whole(), self._found(asked), self._holders(asked)
-        best = self._replicas[min(whole, key=self._works_with(asked, found, holders, whole).__getitem__)]
+        found, holders = self._found(asked), self._holders(asked)
+        works = self._works_with(asked, found, holders, [*self._replicas])
+        best = self._replicas[min(self._whole(), key=works.__getitem__)]
         own = found.get(best.number, 0)
         left_s = self._left_s(best, asked, own, self._holder_for(best, own, holders))
+        at_best_s = works[best.name] + left_s * (1 + HELD_UP * len(best.requests))
         blocks = len(asked.digests) - own / self._block_size
-        among = [name for name in self._prefilling if self._fetch_s(best, self._replicas[name], blocks) < left_s]
+        fetches = {name: self._fetch_s(best, self._replicas[name], blocks) for name in self._prefilling}
+        among = [name for name, each_s in fetches.items() if each_s < min(left_s, at_best_s - works[name])]
         if asked.num_tokens - own < LEAST_SPLIT_TOKENS or not among:
             return None
         return self._route(request_id, asked._replace(most_tokens=1, session=None), among, None)

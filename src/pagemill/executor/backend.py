@@ -61,32 +61,46 @@ def cpu_backend(num_threads: int | None = None) -> Backend:
     return Backend(torch.device("cpu"), CpuOps(), CpuAttention(), cpu_decoder, CpuSamplingKernels(), layer_major)
 
 
-def select_backend(name: str, num_threads: int | None = None) -> Backend:
-    """Returns the C++ kernels for "cpu", Triton's attention for "cuda", the better of what the machine has for "auto".
+def select_backend(name: str, num_threads: int | None = None, attention: str = "auto") -> Backend:
+    """Returns the C++ kernels for "cpu", Triton's for "cuda", the better of what the machine has for "auto".
 
-    Raises ConfigError for a device that is not there, and as `cpu_backend` does.
+    attention: as in EngineConfig; what a GPU attends with follows from the model too (see `gpu_attention`).
+    Raises ConfigError for a device that is not there, for attention that CPUs do not have, and as `cpu_backend` does.
     """
     device = _device(name)
-    return cpu_backend(num_threads) if device.type == "cpu" else cuda_backend(device)
+    if device.type != "cpu":
+        return cuda_backend(device)
+    if attention not in ("auto", "torch"):
+        raise ConfigError(
+            f"attention_backend {attention!r} cannot be used: it needs an NVIDIA GPU, and the engine runs on CPU; use "
+            "'auto' or 'torch'",
+            param="attention_backend",
+        )
+    backend = cpu_backend(num_threads)
+    return backend if attention == "auto" else backend._replace(attention=TorchAttention(), decoder=Decoder)
 
 
 def cuda_backend(device: torch.device) -> Backend:
-    """Returns Triton's attention among torch's operators; torch's attention too, where Triton is missing, or the GPU is
-    AMD's or older than its kernels."""
+    """Returns Triton's operators and attention; torch's where Triton is missing, or the GPU is AMD's or older than the
+    kernels."""
     backend = torch_backend(device)
     if torch.version.hip is not None:
-        logger.warning("attention runs in plain torch: Triton's kernels are made for NVIDIA GPUs, not for ROCm")
+        logger.warning("everything runs in plain torch: Triton's kernels are made for NVIDIA GPUs, not for ROCm")
         return backend
     capability = torch.cuda.get_device_capability(device)
     if importlib.util.find_spec("triton") is None:
-        logger.warning("attention runs in plain torch, far slower than in Triton: install triton")
+        logger.warning("everything runs in plain torch, far slower than in Triton: install triton")
         return backend
     if capability < TRITON_CAPABILITY:
-        logger.warning("attention runs in plain torch: Triton's needs compute capability 7.5, not %d.%d", *capability)
+        logger.warning("everything runs in plain torch: Triton needs compute capability 7.5, not %d.%d", *capability)
         return backend
-    from pagemill.attention.triton_backend import TritonAttention  # imports triton
+    from pagemill.attention.triton_backend import TritonAttention  # these import triton
+    from pagemill.models.gpu_decoder import GpuDecoder
+    from pagemill.ops.triton_quantized import TritonQuantizedOps
 
-    return backend._replace(attention=TritonAttention(capability))
+    return backend._replace(
+        ops=TritonQuantizedOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder
+    )
 
 
 def _device(name: str) -> torch.device:

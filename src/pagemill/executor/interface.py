@@ -53,6 +53,7 @@ class ExecutorFacts:
     quantization: how linear layers are held, as `EngineConfig` names it; None: in one dtype.
     description: family, device, weights and kernels, for people.
     drafts: what the device can draft; None: nothing.
+    overlaps: True if the next plan should be made, applied and submitted before this step's result is collected.
     """
 
     vocab_size: int
@@ -73,6 +74,7 @@ class ExecutorFacts:
     description: str
     quantization: str | None = None
     drafts: DraftFacts | None = None
+    overlaps: bool = False
 
 
 class ExecutorMemory(NamedTuple):

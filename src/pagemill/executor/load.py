@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from pagemill.config import EngineConfig
 from pagemill.executor.backend import Backend
+from pagemill.executor.device import CudaDevice, Device
+from pagemill.executor.gpu_executor import GpuExecutor
 from pagemill.executor.interface import ExecutorFacts
 from pagemill.executor.load_drafting import load_drafting
 from pagemill.executor.local import LocalExecutor
@@ -21,11 +23,15 @@ from pagemill.text.tokenizer import Tokenizer
 
 
 def open_executor(
-    config: EngineConfig, progress: Progress | None = None, backend: Backend | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    backend: Backend | None = None,
+    device: Device | None = None,
 ) -> LocalExecutor:
     """Loads the model. The KV pool is allocated later, in what memory is left.
 
     progress(done, total): bytes of weights, called while they load. backend: None for what `config.device` asks for.
+    device: an accelerator whose work is asynchronous, None for the backend's, if it is one.
     Raises `ModelLoadError` and `ConfigError` children, `StaleKernelsError`.
     """
     if config.tensor_parallel_size > 1:
@@ -37,17 +43,21 @@ def open_executor(
     if drafting is not None:
         shape = drafting.shape
     facts = _facts(config, share, shape, backend.layout(shape, 1).frame_bytes)
-    return LocalExecutor(
+    if drafting is not None:
+        facts = replace(facts, fingerprint=drafting.fingerprint, drafts=drafting.facts)
+    common = (
         model.decoder,
         backend,
-        facts if drafting is None else replace(facts, fingerprint=drafting.fingerprint, drafts=drafting.facts),
+        facts,
         shape,
         config.max_num_seqs,
         lambda: Tokenizer.load(config).to_json(),
         _adapter_loader(config, share),
         None if drafting is None else drafting.source,
-        share.mapped_bytes,
     )
+    if device is None and backend.device.type == "cuda":
+        device = CudaDevice(backend.device)
+    return LocalExecutor(*common, share.mapped_bytes) if device is None else GpuExecutor(device, *common)
 
 
 def _open_ranks(config: EngineConfig, progress: Progress | None) -> TensorParallelExecutor:
@@ -87,6 +97,7 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
     weights = str(model.dtype).removeprefix("torch.")
     if model.quantization is not None:
         weights = f"{model.quantization} (others {weights})"
+    rounded = model.quantization != config.quantization and not backend.ops.keeps_narrow
     layout = backend.layout(shape, 1)
     return ExecutorFacts(
         vocab_size=spec.vocab_size,
@@ -108,7 +119,7 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
         description=(
             f"{spec.family} on {backend.device}, weights {weights}, kernels "
             + " and ".join(dict.fromkeys([backend.ops.name, backend.attention.name]))
-            + ("; exact weights: dtype float32" if model.quantization != config.quantization else "")
+            + ("; exact weights: dtype float32" if rounded else "")
         ),
     )
 

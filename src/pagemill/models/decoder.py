@@ -22,6 +22,8 @@ from pagemill.ops.interface import AllowedOutputs, Linear, Ops
 OnLayer = Callable[[int], None]
 Adapt = Callable[[str, Tensor, Tensor], Tensor]
 """Adds to the outputs of a layer's projection, which is named as in `AdapterLayer`, for its inputs."""
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of a batch's tokens, fp32 [tokens, rotary_dim / 2]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Decoder:
     """Runs one step: token ids in, hidden states out, K/V written to and read from the pool's frames.
 
     groups: the layer groups that `AttentionBatch.groups` and the pool must follow.
+    waits:  True if `forward` waits for the device on the way, so that no CUDA graph can hold it.
     """
 
     spec: DecoderSpec
@@ -98,6 +101,7 @@ class Decoder:
         spec, self.device = self.spec, self.weights.final_norm.device
         self.groups = group_layers([layer.window for layer in spec.layers])
         self._group_of = [self.groups.place(index)[0] for index in range(len(spec.layers))]
+        self.waits = any(layer.moe for layer in spec.layers)
         self._angles = [AngleTable(rope, self.device) for rope in spec.ropes]
         # The reference rounds the scale to the weights' dtype before it multiplies.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
@@ -118,17 +122,22 @@ class Decoder:
         adapters:  those that tokens of the batch have; no token may have two.
         """
         x = self._embed(token_ids)
-        angles = []
-        for table in self._angles:
-            table.reach(batch.max_context_len)
-            angles.append((table.cos[batch.positions], table.sin[batch.positions]))
+        angles = self._angles_of(batch)
         for index, (layer, weights) in enumerate(zip(self.spec.layers, self.weights.layers, strict=True)):
             if on_layer is not None:
                 on_layer(index)
             adapt = self._adapting(index, adapters)
-            x = x + self._attend(x, layer, weights, angles, batch, self._group_of[index], pool.layer(index), adapt)
-            x = x + self._mlp(x, weights, adapt)
-        return self.ops.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)
+            normed = self._norm(x, weights.input_norm)
+            out = self._attend(normed, layer, weights, angles, batch, self._group_of[index], pool.layer(index), adapt)
+            x = x + self._norm(out, self._post(weights.post_attention_norm))
+            out = self._mlp(self._norm(x, weights.pre_mlp_norm), weights, adapt)
+            x = x + self._norm(out, self._post(weights.post_mlp_norm))
+        return self._norm(x, self.weights.final_norm)
+
+    def reach(self, positions: int) -> None:
+        """Computes the angles of positions 0 to positions - 1 ahead: `forward` finds them, and leaves them in place."""
+        for table in self._angles:
+            table.reach(positions)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -153,30 +162,37 @@ class Decoder:
         x = self.weights.lm_head.rows(token_ids).to(self.dtype) if embedding is None else embedding[token_ids]
         return x * self._embedding_scale if self.spec.embedding_scale != 1.0 else x
 
+    def _angles_of(self, batch: AttentionBatch) -> list[Angles]:
+        """Returns the angles of a batch's tokens, by rotary embedding."""
+        self.reach(batch.max_context_len)
+        return [(table.cos[batch.positions], table.sin[batch.positions]) for table in self._angles]
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns x [tokens, hidden] normed; as it is without a weight."""
+        return x if weight is None else self.ops.rms_norm(x, weight, self.spec.norm_eps)
+
+    def _post(self, weight: Tensor | None) -> Tensor | None:
+        """Returns the weight of a norm of what is added, if the model has such norms."""
+        if not self.spec.post_norms:
+            return None
+        assert weight is not None
+        return weight
+
     def _attend(
         self,
-        x: Tensor,
+        normed: Tensor,
         layer: LayerSpec,
         weights: LayerWeights,
-        angles: list[tuple[Tensor, Tensor]],
+        angles: list[Angles],
         batch: AttentionBatch,
         group: int,
         cache: LayerCache,
         adapt: Adapt,
     ) -> Tensor:
-        spec, ops, tokens = self.spec, self.ops, x.shape[0]
-        normed = ops.rms_norm(x, weights.input_norm, spec.norm_eps)
+        """Returns what a layer's attention gives for its normed input [tokens, hidden]."""
+        spec, tokens = self.spec, normed.shape[0]
         heads = adapt("qkv", normed, weights.qkv(normed)).view(tokens, -1, spec.head_dim)
-        q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if spec.qk_norm:
-            assert weights.q_norm is not None
-            assert weights.k_norm is not None
-            q = ops.rms_norm(q, weights.q_norm, spec.norm_eps)
-            k = ops.rms_norm(k, weights.k_norm, spec.norm_eps)
-        if layer.rope is not None:
-            cos, sin = angles[layer.rope]
-            ops.rotate(q, cos, sin)
-            ops.rotate(k, cos, sin)
+        q, k, v = self._turn(heads, weights, None if layer.rope is None else angles[layer.rope])
         of_group = batch.groups[group]
         rest = None if of_group.remainders is None else of_group.remainders.slots
         self.attention.write(k, v, cache, of_group.slots, rest)
@@ -184,11 +200,21 @@ class Decoder:
             q, cache, batch, group, scale=spec.scale, window=layer.window, soft_cap=spec.attention_soft_cap
         )
         context = out.reshape(tokens, -1)
-        out = adapt("o", context, weights.o(context))
-        if spec.post_norms:
-            assert weights.post_attention_norm is not None
-            out = ops.rms_norm(out, weights.post_attention_norm, spec.norm_eps)
-        return out
+        return adapt("o", context, weights.o(context))
+
+    def _turn(self, heads: Tensor, weights: LayerWeights, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v of heads [tokens, all heads, head_dim], q and k normed and rotated as the model does."""
+        spec, ops = self.spec, self.ops
+        q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if spec.qk_norm:
+            assert weights.q_norm is not None
+            assert weights.k_norm is not None
+            q = ops.rms_norm(q, weights.q_norm, spec.norm_eps)
+            k = ops.rms_norm(k, weights.k_norm, spec.norm_eps)
+        if angles is not None:
+            ops.rotate(q, *angles)
+            ops.rotate(k, *angles)
+        return q, k, v
 
     def _adapting(self, layer: int, adapters: Sequence[AdapterTokens]) -> Adapt:
         """Returns what adds the adapters' parts to the outputs y of a layer's projection of x, and returns them."""
@@ -200,18 +226,13 @@ class Decoder:
 
         return adapt
 
-    def _mlp(self, x: Tensor, weights: LayerWeights, adapt: Adapt) -> Tensor:
-        spec, ops = self.spec, self.ops
-        h = ops.rms_norm(x, weights.pre_mlp_norm, spec.norm_eps)
+    def _mlp(self, normed: Tensor, weights: LayerWeights, adapt: Adapt) -> Tensor:
+        """Returns what a layer's MLP gives for its normed input [tokens, hidden]."""
+        spec = self.spec
         if isinstance(weights.mlp, Experts):
             assert spec.moe is not None
-            out = _apply_experts(h, weights.mlp, spec.moe, spec.activation, ops)
-        else:
-            out = _apply_mlp(h, weights.mlp, spec.activation, ops, adapt)
-        if spec.post_norms:
-            assert weights.post_mlp_norm is not None
-            out = ops.rms_norm(out, weights.post_mlp_norm, spec.norm_eps)
-        return out
+            return _apply_experts(normed, weights.mlp, spec.moe, spec.activation, self.ops)
+        return _apply_mlp(normed, weights.mlp, spec.activation, self.ops, adapt)
 
 
 def _apply_experts(x: Tensor, weights: Experts, spec: MoESpec, activation: Activation, ops: Ops) -> Tensor:

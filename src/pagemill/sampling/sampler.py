@@ -148,6 +148,23 @@ class Sampler:
         """Returns True if the argmax of what is `allowed` is all that `rows` need of their logits."""
         return bool(self._only_argmax[rows].all())
 
+    def samples_on_device(self, rows: Rows) -> bool:
+        """Returns True if the next tokens of `rows` follow from their logits and their `choices_ahead` alone: then they
+        can be chosen, and become the next step's input, before the host has seen them."""
+        truncated = (self._top_k[rows] > 0) | (self._top_p[rows] < 1) | (self._min_p[rows] > 0)
+        drawn = self._temperature[rows] > 0
+        held = self._constrained[rows] | self._structured[rows] | (self._logprobs[rows] >= 0)
+        return not (held | (truncated & drawn)).any()
+
+    def choices_ahead(self, rows: Rows) -> Choices:
+        """Returns how each of `rows` chooses its next token, behind those that `note_ahead` was told of."""
+        return self._choices(rows.astype(np.int64))
+
+    def note_ahead(self, rows: Rows) -> None:
+        """Takes note that the next token of each of `rows` is being chosen on the device. One that turns out not to be
+        there ends its sequence."""
+        self._positions[rows] += 1
+
     def allowed(self, rows: Rows) -> tuple[npt.NDArray[np.uint32], Ids] | None:
         """Returns bits of the tokens that grammars let come next, and each row's place among them, negative for a row
         without a grammar. None: no row has one."""

@@ -1,0 +1,238 @@
+"""GpuExecutor: the executor of a device that works while the host does something else.
+
+The rows lie on the device. A plan becomes one copy of a few arrays, from which the device computes the rest, and the
+tokens that it samples become the input of the next step where they are: `submit` waits for nothing, and `collect` for
+these tokens only. Rows that need the host between two tokens (`_runs_ahead`) run as on CPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill.errors import DeviceLostError, EngineDeadError, NonFiniteLogitsError
+from pagemill.executor.backend import Backend
+from pagemill.executor.device import Device
+from pagemill.executor.device_rows import DeviceRows, Edits, Queries
+from pagemill.executor.draft_source import DraftSource
+from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
+from pagemill.executor.local import LocalExecutor
+from pagemill.executor.staging import Array, Place, Ring, Slot
+from pagemill.kvcache.layout import FrameShape
+from pagemill.models.decoder import Decoder
+from pagemill.models.loading.adapter import AdapterLoader
+from pagemill.sampling.on_device import DeviceChoices, choose_on_device
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+
+class Shape(NamedTuple):
+    """States what a step's work depends on beside its arrays.
+
+    picks: whether samples are not of all query tokens, in order. draws: whether some do not take the argmax.
+    """
+
+    tokens: int
+    longest_query: int
+    longest_context: int
+    samples: int
+    picks: bool
+    draws: bool
+
+
+class Flight:
+    """Holds a step that the device has been given, until its tokens have come.
+
+    seats: of the samples' rows, how often they had been given when the step began.
+    """
+
+    def __init__(self, plan: StepPlan, slot: Slot, seats: NDArray[np.int64]) -> None:
+        self.plan = plan
+        self.slot = slot
+        self.seats = seats
+        self.result: StepResult | None = None
+
+
+class GpuExecutor(LocalExecutor):
+    """Implements `Executor` on a `Device`.
+
+    If a step fails, those submitted after it, which stand on its tokens, fail too, until it has been collected.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        decoder: Decoder,
+        backend: Backend,
+        facts: ExecutorFacts,
+        shape: FrameShape,
+        max_num_seqs: int,
+        tokenizer_json: Callable[[], str],
+        adapters: AdapterLoader,
+        draft: DraftSource | None = None,
+    ) -> None:
+        super().__init__(
+            decoder, backend, replace(facts, overlaps=True), shape, max_num_seqs, tokenizer_json, adapters, draft
+        )
+        self._accelerator = device
+        self._there = DeviceRows(self.rows, device.where)
+        self._edits = Edits(self.rows)
+        self._ring = Ring(device, max_num_seqs)
+        self._flights: deque[Flight] = deque()
+        self._seats = np.zeros(max_num_seqs, np.int64)
+        self._failed: Exception | None = None
+        """Why a step that was submitted, and has not been collected, failed."""
+
+    def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
+        self.decoder.reach(self.facts.max_model_len)  # nothing that steps use moves afterwards
+        return super().allocate(num_frames, streamed_frames, streamed_folder)
+
+    def memory(self) -> ExecutorMemory:
+        return self._accelerator.memory()
+
+    def apply(self, plan: StepPlan) -> list[int]:
+        self._seats[[new.row for new in plan.new_rows]] += 1
+        self._edits.note_plan(plan)
+        try:
+            return super().apply(plan)
+        except RuntimeError as error:
+            raise self._cause(error) from error
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        if not len(plan.rows):
+            return StepHandle(plan, StepResult())
+        if self._failed is None:
+            try:
+                return StepHandle(plan, self._launch(plan) if self._runs_ahead(plan) else self._run_here(plan))
+            except Exception as error:
+                self._failed = self._cause(error)
+        return StepHandle(plan, self._failed)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        if isinstance(handle.pending, Flight):
+            return self._land(handle.pending)
+        if isinstance(handle.pending, Exception) and not isinstance(handle.pending, EngineDeadError):
+            self._failed = None
+        return super().collect(handle)
+
+    def resize(self, num_frames: int) -> None:
+        self._accelerator.synchronize()  # steps under way may use frames that go
+        super().resize(num_frames)
+
+    def _runs_ahead(self, plan: StepPlan) -> bool:
+        """Returns whether a plan's rows need nothing of the host until their tokens are there."""
+        return (
+            self.draft is None
+            and not (len(plan.draft_tokens) or len(plan.prompt_logprobs) or len(plan.pooled))
+            and not self.rows.adapter_numbers[plan.rows].any()
+            and self.sampler.samples_on_device(plan.sample_to)
+        )
+
+    def _run_here(self, plan: StepPlan) -> StepResult:
+        """Runs a step as on CPU, by what the host knows: all tokens so far. Waits for it."""
+        for flight in [*self._flights]:
+            self._land(flight)
+        result = self.run(plan)
+        ends = (plan.starts + plan.query_lens)[plan.sample_from]
+        for row, begin, end in zip(plan.sample_to.tolist(), ends + 1 - plan.max_accepted, ends + 1, strict=True):
+            known = self.rows.tokens[row, begin:end]
+            np.maximum(known, 0, out=known)  # of a row that has failed, and may be in the next plan already
+            self._edits.note_tokens(row, int(begin), int(end))
+        return result
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> Flight:
+        """Gives a step to the device."""
+        ends, rows = plan.starts + plan.query_lens, plan.sample_to
+        query_start = np.zeros(len(plan.rows) + 1, np.int32)
+        np.cumsum(plan.query_lens, out=query_start[1:])
+        choices = self.sampler.choices_ahead(rows)
+        shape = Shape(
+            tokens=int(query_start[-1]),
+            longest_query=int(plan.query_lens.max()),
+            longest_context=int(ends.max()),
+            samples=len(rows),
+            picks=plan.forks or len(rows) < query_start[-1],
+            draws=bool(choices.temperature.any()),
+        )
+        arrays: list[Array] = [
+            plan.rows,
+            plan.starts,
+            query_start,
+            query_start[1:][plan.sample_from].astype(np.int64) - 1,
+            self._there.place(rows, ends[plan.sample_from]),
+            *choices,
+        ]
+        slot = self._ring.take()
+        try:
+            self._give(slot, arrays, shape)
+            slot.download(len(rows))
+        except BaseException:
+            self._accelerator.synchronize()  # it may still read what the slot holds
+            self._ring.give_back(slot)
+            raise
+        self.sampler.note_ahead(rows)
+        flight = Flight(plan, slot, self._seats[rows])
+        self._flights.append(flight)
+        return flight
+
+    def _give(self, slot: Slot, arrays: list[Array], shape: Shape) -> None:
+        """Has the device take a step's arrays, with the edits that it has not got yet, and run it."""
+        memory, places = slot.upload([*arrays, *self._edits.take()])
+        self._there.edit(*(place.of(memory) for place in places[len(arrays) :]))
+        self._edits.clear()
+        tokens = self._step(memory, places[: len(arrays)], shape)
+        if shape.samples:
+            slot.results[: shape.samples].copy_(tokens)
+
+    def _step(self, memory: Tensor, places: list[Place], shape: Shape) -> Tensor:
+        """Runs a step whose arrays lie there. Returns the sampled tokens, int32 [samples]."""
+        rows, starts, query_start, last, written, *choices = (place.of(memory) for place in places)
+        queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context)
+        token_ids, batch = self._there.inputs(queries)
+        hidden = self.decoder.forward(token_ids, batch, self.pool)
+        if not shape.samples:
+            return rows[:0]
+        logits = self.decoder.logits(hidden[last] if shape.picks else hidden)
+        tokens = choose_on_device(logits, DeviceChoices(*choices) if shape.draws else None)
+        self._there.write(written, tokens)
+        return tokens
+
+    def _land(self, flight: Flight) -> StepResult:
+        """Waits for a step's tokens, and returns its result."""
+        if flight.result is not None:
+            return flight.result
+        plan = flight.plan
+        self._flights.remove(flight)
+        try:
+            tokens = flight.slot.wait(len(plan.sample_to))
+        except RuntimeError as error:
+            raise self._cause(error) from error
+        self._ring.give_back(flight.slot)
+        same = self._seats[plan.sample_to] == flight.seats
+        ends = (plan.starts + plan.query_lens)[plan.sample_from]
+        self.rows.tokens[plan.sample_to[same], ends[same]] = np.maximum(tokens[same], 0)
+        failed: dict[int, Exception] = {
+            int(plan.sample_from[i]): NonFiniteLogitsError.of("logits") for i in np.flatnonzero(tokens < 0)
+        }
+        lost = [row in failed for row in plan.sample_from.tolist()]
+        accepted = [[] if gone else [token] for gone, token in zip(lost, tokens.tolist(), strict=True)]
+        flight.result = StepResult(accepted, [None] * len(accepted), failed)
+        return flight.result
+
+    def _cause(self, error: Exception) -> Exception:
+        """Returns what an error of a step means: itself, or DeviceLostError if the device does no more work."""
+        if isinstance(error, RuntimeError):
+            try:
+                self._accelerator.synchronize()
+            except RuntimeError as lost:
+                self._failed = DeviceLostError.of(self._accelerator.where, lost)
+                return self._failed
+        return error

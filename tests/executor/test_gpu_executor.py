@@ -1,0 +1,131 @@
+"""GpuExecutor on a device that checks the order of everything, against LocalExecutor on the same operators."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from checked_device import OrderError
+from late import Late
+
+from core.drive import drive, request
+from pagemill.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.executor.backend import torch_backend
+from pagemill.executor.load import open_executor
+from pagemill.executor.staging import Ring
+from pagemill.sampling.params import SamplingParams
+
+BACKEND = torch_backend(torch.device("cpu"))
+SMALL = {
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 8,
+    "kv_memory": 40 * 16 * 1024,
+    "check_invariants": True,
+}
+
+
+def greedy(**fields) -> SamplingParams:
+    return SamplingParams(temperature=0.0, ignore_eos=True, **fields)
+
+
+def small_requests(seed: int, count: int):
+    """Prompts with common beginnings; some answers are drawn, some fork, some need the host."""
+    draw = random.Random(seed)
+    kinds = [
+        *[{"temperature": 0.0}] * 6,
+        {"temperature": 0.9, "seed": seed},
+        {"temperature": 1.2, "seed": seed, "n": 3},
+        {"temperature": 0.8, "seed": seed, "top_k": 5},
+        {"temperature": 0.0, "logprobs": 1},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+    ]
+    begin = [draw.randrange(3, 64) for _ in range(40)]
+    made = []
+    for index in range(count):
+        prompt = begin[: draw.choice((0, 16, 35))] + [draw.randrange(3, 64) for _ in range(draw.randint(1, 30))]
+        params = SamplingParams(max_tokens=draw.randint(1, 14), ignore_eos=True, **draw.choice(kinds))
+        made.append(request(f"r{index}", prompt, params))
+    return made
+
+
+def on_cpu(config: EngineConfig, requests):
+    core = EngineCore(config, executor=open_executor(config, backend=BACKEND))
+    run = drive(core, requests)
+    core.close()
+    return run.tokens
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+def test_random_schedules_bring_the_tokens_of_the_host_and_break_no_order(small_model, device, seed):
+    config = EngineConfig(model=small_model, **SMALL)
+    requests = small_requests(seed, 10)
+    late = Late(config, open_executor(config, backend=BACKEND, device=device), seed)
+    draw = random.Random(seed)
+    late.add(requests[:4])
+    left, sizes = requests[4:], [late.memory.num_frames, late.memory.num_frames - 6]
+    while left:
+        for _ in range(draw.randint(1, 9)):
+            late.step()
+        late.add([left.pop(0)])
+        if draw.random() < 0.2:
+            late.resize(sizes[0] if late.memory.num_frames == sizes[1] else sizes[1])
+    tokens = late.run()
+    late.executor.close()
+    assert late.most > 1
+    assert not late.errors
+    assert tokens == on_cpu(config, requests)
+
+
+def run_broken(small_model, device, harm) -> None:
+    """Runs answers of which several steps are in flight, on an executor that is harmed."""
+    config = EngineConfig(model=small_model, **SMALL)
+    late = Late(config, open_executor(config, backend=BACKEND, device=device), depth=3)
+    late.add([request(f"r{i}", [5, 9, 3 + i], greedy(max_tokens=8)) for i in range(3)])
+    late.step()
+    harm(late.executor)
+    late.run()
+
+
+def test_a_wait_that_is_left_out_is_found(small_model, device, monkeypatch):
+    def harm(executor):
+        monkeypatch.setattr(device.compute, "wait_event", lambda event: None)
+
+    with pytest.raises(OrderError, match="compute reads what stream 1 may not have written yet"):
+        run_broken(small_model, device, harm)
+
+
+def test_a_download_that_does_not_wait_is_found(small_model, device, monkeypatch):
+    def harm(executor):
+        monkeypatch.setattr(type(device.compute), "wait_event", waits_for_uploads_only)
+
+    waits = type(device.compute).wait_event
+
+    def waits_for_uploads_only(stream, event):
+        if stream is device.compute:
+            waits(stream, event)
+
+    with pytest.raises(OrderError, match="stream 2 reads what compute may not have written yet"):
+        run_broken(small_model, device, harm)
+
+
+def test_a_buffer_that_is_used_again_too_early_is_found(small_model, device, monkeypatch):
+    def harm(executor):
+        slots = []
+        take = Ring.take
+        monkeypatch.setattr(Ring, "take", lambda ring: slots[0] if slots else slots.append(take(ring)) or slots[0])
+
+    with pytest.raises(OrderError, match=r"memory of the host|may still use"):
+        run_broken(small_model, device, harm)
+
+
+def test_tokens_that_are_read_before_they_came_are_found(small_model, device, monkeypatch):
+    def harm(executor):
+        monkeypatch.setattr(device, "let_host_know", lambda clock: None)
+
+    with pytest.raises((OrderError, ValueError, AssertionError)):
+        run_broken(small_model, device, harm)
