@@ -48,10 +48,19 @@ def attend(
 
 
 @pytest.mark.usefixtures("equal_rows")
-@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"window": 100})])
-def test_a_row_keeps_its_bits_in_any_batch(backend: Elsewhere, dtype: torch.dtype, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "query_dtype", "options"),
+    [
+        (torch.float32, torch.float32, {}),
+        (torch.bfloat16, torch.bfloat16, {"window": 100}),
+        ("int4_mixed", torch.bfloat16, {}),
+    ],
+)
+def test_a_row_keeps_its_bits_in_any_batch(
+    backend: Elsewhere, dtype: torch.dtype | str, query_dtype: torch.dtype, options: dict[str, object]
+) -> None:
     rows = [(600, 1), (300, 3), (70, 40), (5, 5), (1, 1)]
-    case = PagedCase(rows, heads=6, dtype=dtype, query_dtype=dtype, layout=block_major, seed=31)
+    case = PagedCase(rows, heads=6, dtype=dtype, query_dtype=query_dtype, layout=block_major, seed=31)
     case.write_all(backend)
     everything = [(row, 0, length) for row, (_, length) in enumerate(rows)]
     together = attend(backend, case, everything, **options)
