@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_attention import Ceilings
 
-from benchmarks import gpu_decode, gpu_ops
+from benchmarks import gpu_decode, gpu_ops, gpu_sampling
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.attention.triton_backend import TritonAttention
 
@@ -41,6 +41,16 @@ def test_operators() -> None:
     torch.testing.assert_close(clock.results[0], clock.results[1])
     assert gpu_ops.table(results).count("\n") == 13
     assert "| experts | 3 | 2000.0 |" in gpu_ops.table(results)
+
+
+def test_sampling() -> None:
+    clock = Clock()
+    results = gpu_sampling.run([1, 2], 1e9, clock, vocab=90, device=DEVICE)
+    assert [(at.name, at.rows) for at in results] == [(name, rows) for rows in (1, 2) for name in gpu_sampling.LIMITS]
+    assert all(0 <= token < 90 for tokens in clock.results for token in tokens.tolist())
+    assert clock.results[10].tolist() == clock.results[11].tolist(), "the argmax"
+    assert results[0].share == pytest.approx(90 * 4 / 1e9 / 2e-3)
+    assert "| both | 2 | 2000.0 |" in gpu_sampling.table(results)
 
 
 @pytest.mark.parametrize("attention", [TorchAttention(), TritonAttention(CAPABILITY)], ids=lambda on: on.name)

@@ -71,8 +71,8 @@ def select_backend(name: str, num_threads: int | None = None) -> Backend:
 
 
 def cuda_backend(device: torch.device) -> Backend:
-    """Returns Triton's operators and attention; torch's where Triton is missing, or the GPU is AMD's or older than the
-    kernels."""
+    """Returns Triton's operators, attention and sampling; torch's where Triton is missing, or the GPU is AMD's or older
+    than the kernels."""
     backend = torch_backend(device)
     if torch.version.hip is not None:
         logger.warning("everything runs in plain torch: Triton's kernels are made for NVIDIA GPUs, not for ROCm")
@@ -87,8 +87,14 @@ def cuda_backend(device: torch.device) -> Backend:
     from pagemill.attention.triton_backend import TritonAttention  # these import triton
     from pagemill.models.gpu_decoder import GpuDecoder
     from pagemill.ops.triton_ops import TritonOps
+    from pagemill.sampling.triton_sampling import TritonSamplingKernels
 
-    return backend._replace(ops=TritonOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder)
+    return backend._replace(
+        ops=TritonOps(capability),
+        attention=TritonAttention(capability),
+        decoder=GpuDecoder,
+        sampling=TritonSamplingKernels(),
+    )
 
 
 def _device(name: str) -> torch.device:
