@@ -70,6 +70,7 @@ bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (
 
 test-gpu: $(BUILT)  ## Compile the GPU kernels in the usual configurations and run their tests, on this machine's GPU if it has one (settings: PYTEST_ARGS)
 	@$(BIN)/python tests/attention/compile_for_gpus.py 75 80 90 100 120
+	@$(BIN)/python tests/ops/compile_quantized_for_gpus.py 75 80 90 100 120
 	@$(BIN)/python tests/ops/compile_for_gpus.py 75 80 90 100 120
 	@$(BIN)/python tests/sampling/compile_for_gpus.py 75 80 90 100 120
 	@exec $(BIN)/python -m pytest tests/attention tests/ops tests/sampling tests/parity -k "triton or gpu" $(PYTEST_ARGS)
@@ -90,9 +91,10 @@ test-ray: $(BUILT)  ## Install Ray, then serve replicas, kill each kind of proce
 test-faults: $(BUILT)  ## Draw 3000 schedules of faults between a front end and its replicas, in simulated time (settings: SCHEDULES, PYTEST_ARGS)
 	@PAGEMILL_FAULT_SCHEDULES=$(SCHEDULES) exec $(BIN)/python -m pytest tests/distributed/test_fault_schedules.py --timeout 0 $(PYTEST_ARGS)
 
-bench-gpu: $(BUILT)  ## Measure attention (settings: BENCH_ARGS), other operators, sampling and whole decode steps on this machine's NVIDIA GPU
+bench-gpu: $(BUILT)  ## Measure attention (settings: BENCH_ARGS), other operators, sampling, products with quantized weights and whole decode steps on this machine's NVIDIA GPU
 	@$(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)
 	@$(BIN)/python -m benchmarks.gpu_ops
+	@$(BIN)/python -m benchmarks.gpu_weights
 	@$(BIN)/python -m benchmarks.gpu_sampling
 	@$(BIN)/python -m benchmarks.gpu_decode
 

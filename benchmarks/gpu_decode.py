@@ -4,9 +4,10 @@
 
 A step is the model's forward pass, logits and argmax, for one token of each row over contexts whose blocks of 16 lie
 scattered over a pool. It runs in a CUDA graph, outside of one, and in a graph with torch's operators in the place of
-Triton's. The roofline: max(bytes of weights / speed of a copy, FLOP / speed of a matrix product) + bytes of K and V /
-speed of a copy. Times are medians of a second's runs by `triton.testing.do_bench`. Cases whose keys and values do not
-fit into the free memory are left out.
+Triton's; and by the engine, after it has computed as many prompts, where these have no more than 2**19 tokens.
+The roofline: max(bytes of weights / speed of a copy, FLOP / speed of a matrix product) + bytes of K and V / speed of a
+copy. Times are medians of a second's runs by `triton.testing.do_bench`; the engine's are by the host's clock. Cases
+whose keys and values do not fit into the free memory are left out.
 
 --expect needs no GPU: it prints what the step's bytes and launches take by the model, where a copy moves so many
 terabytes per second and a launch in a graph takes a microsecond.
@@ -15,16 +16,20 @@ terabytes per second and a launch in a graph takes a microsecond.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from benchmarks.gpu_attention import Ceilings, measure_ceilings, median_ms
+from benchmarks.random_engine import STEPS, engine_step_ms
 from torch import Tensor
 
-from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch
+from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.executor.backend import Backend, select_backend
+from pagemill.executor.device import CudaDevice
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layout import FrameShape, block_major
@@ -40,6 +45,7 @@ LAUNCHES = 11
 OTHER_LAUNCHES = 7
 """Of a step: embedding, cosines, sines, the first norm, the head's product, its widening, argmax."""
 LAUNCH_S = 1e-6
+ENGINE_TOKENS = 1 << 19
 
 Step = Callable[[], object]
 Milliseconds = Callable[[Step], float]
@@ -97,7 +103,7 @@ class Sizes:
 @dataclass(frozen=True)
 class Result:
     """Holds one case. ms: in a graph, where there are graphs; share: of the roofline. eager_ms: outside of a graph.
-    torch_ms: as `ms`, with torch's operators."""
+    torch_ms: as `ms`, with torch's operators. engine_ms: of the engine's steps; None for more than ENGINE_TOKENS."""
 
     rows: int
     context: int
@@ -105,9 +111,10 @@ class Result:
     share: float
     eager_ms: float
     torch_ms: float
+    engine_ms: float | None
 
 
-def random_weights(spec: DecoderSpec, ops: Ops, dtype: torch.dtype, device: str) -> DecoderWeights:
+def random_weights(spec: DecoderSpec, ops: Ops, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
     def linear(inputs: int, outputs: int) -> Linear:
         return ops.pack_linear(torch.randn(outputs, inputs, dtype=dtype, device=device) * inputs**-0.5)
 
@@ -129,7 +136,7 @@ def random_weights(spec: DecoderSpec, ops: Ops, dtype: torch.dtype, device: str)
     return DecoderWeights(embedding, layers, norm(), linear(hidden, spec.vocab_size))
 
 
-def decode_batch(rows: int, context: int, frames: int, device: str) -> AttentionBatch:
+def decode_batch(rows: int, context: int, frames: int, device: torch.device) -> AttentionBatch:
     """Makes rows of one length, whose last token is computed, and whose blocks lie anywhere among the frames."""
     entries = -(-context // BLOCK_SIZE)
     tables = torch.randperm(frames, device=device)[: rows * entries].view(rows, entries)
@@ -167,7 +174,11 @@ def captured(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(inputs: Step = step) -> None:  # a graph reads its inputs where they lay: they must stay
+        graph.replay()
+
+    return replay
 
 
 def run(
@@ -177,17 +188,13 @@ def run(
     milliseconds: Milliseconds,
     *,
     dtype: torch.dtype,
-    device: str,
-    capability: tuple[int, int],
-    attention: AttentionBackend,
+    backend: Backend,
+    steps: int = STEPS,
 ) -> list[Result]:
-    """Runs all cases on one set of weights, and one pool for the largest."""
-    from pagemill.models.gpu_decoder import GpuDecoder
-    from pagemill.ops.triton_ops import TritonOps
-
-    ops, spec = TritonOps(capability), sizes.spec()
+    """Runs all cases on one set of weights, and one pool for the largest. steps: of the engine."""
+    ops, attention, device, spec = backend.ops, backend.attention, backend.device, sizes.spec()
     weights = random_weights(spec, ops, dtype, device)
-    decoder = GpuDecoder(spec, weights, ops, attention, dtype)
+    decoder = backend.decoder(spec, weights, ops, attention, dtype)
     by_torch = Decoder(spec, weights, TorchOps(), attention, dtype)
     for each in (decoder, by_torch):
         each.reach(max(context for _, context in cases))
@@ -203,19 +210,28 @@ def run(
         ms = milliseconds(captured(step))
         share = sizes.roofline_s(rows, context, ceilings) / ms * 1e3
         torch_ms = milliseconds(captured(decode_step(by_torch, batch, pool)))
-        results.append(Result(rows, context, ms, share, milliseconds(step), torch_ms))
+        results.append(Result(rows, context, ms, share, milliseconds(step), torch_ms, None))
+    del pool, step, batch  # the engine has a pool of its own
+    accelerator = CudaDevice(device) if device.type == "cuda" else None
+    for index, at in enumerate(results):
+        if at.rows * at.context <= ENGINE_TOKENS:
+            gc.collect()
+            if accelerator is not None:
+                torch.cuda.empty_cache()  # the engine asks the GPU what is free
+            engine_ms = engine_step_ms(decoder, backend, accelerator, at.rows, at.context, steps=steps)
+            results[index] = replace(at, engine_ms=engine_ms)
     return results
 
 
 def table(results: list[Result]) -> str:
     lines = [
-        "| rows | context | ms | share of the roofline | without a graph, ms | with torch's operators, ms |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| rows | context | ms | share of the roofline | without a graph, ms | torch's operators, ms | engine, ms |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    lines += [
-        f"| {at.rows} | {at.context} | {at.ms:.2f} | {at.share:.0%} | {at.eager_ms:.2f} | {at.torch_ms:.2f} |"
-        for at in results
-    ]
+    for at in results:
+        engine = "–" if at.engine_ms is None else f"{at.engine_ms:.2f}"
+        beside = f"{at.eager_ms:.2f} | {at.torch_ms:.2f} | {engine}"
+        lines.append(f"| {at.rows} | {at.context} | {at.ms:.2f} | {at.share:.0%} | {beside} |")
     return "\n".join(lines)
 
 
@@ -240,20 +256,14 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
-    from pagemill.attention.triton_backend import TritonAttention
-
-    capability = torch.cuda.get_device_capability()
     ceilings = measure_ceilings()
     torch.cuda.empty_cache()
-    dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16
+    dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     room = int(0.85 * torch.cuda.mem_get_info()[0]) - sizes.itemsize * (sizes.parameters + sizes.vocab * sizes.hidden)
     cases = [(rows, context) for rows, context in cases if rows * context * sizes.token_bytes <= room]
     if not cases:
         parser.error(f"the weights and one context take more than the {room / 1e9:.1f} GB that are free; free some")
-    results = run(
-        sizes, cases, ceilings, median_ms, dtype=dtype, device="cuda", capability=capability,
-        attention=TritonAttention(capability),
-    )  # fmt: skip
+    results = run(sizes, cases, ceilings, median_ms, dtype=dtype, backend=select_backend("cuda"))
     copies, products = ceilings.copy_bytes_per_s / 1e12, ceilings.gemm_flop_per_s / 1e12
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {dtype}, ", end="")
     print(f"copies {copies:.2f} TB/s, bf16 products {products:.0f} TFLOP/s\n\n{table(results)}")

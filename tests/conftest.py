@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import AutoModelForCausalLM
 
+import interpreter  # noqa: F401  # before anything imports triton, as some of transformers does
 from pagemill import AsyncLLM
 from pagemill.hub import resolve_model
 from pagemill.ops.prepare import settle_vector_math

@@ -38,6 +38,8 @@ from pagemill.speculative_config import SpeculativeConfig
         ("kv_memory", [1]),
         ("dtype", "float8"),
         ("dtype", "int8"),
+        ("attention_backend", "xformers"),
+        ("attention_backend", None),
         ("kv_cache_dtype", None),
         ("kv_cache_dtype", "int3"),
         ("device", 0),

@@ -22,6 +22,8 @@ S = TypeVar("S")
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ATTENTION_ALIASES = {"FLASH_ATTN": "flash_attn", "TORCH_SDPA": "torch", "TRITON_ATTN": "triton"}
+"""vLLM's names."""
 ToolCallParser = Literal[
     "auto",
     "qwen3_coder",
@@ -68,11 +70,11 @@ class EngineConfig:
         "auto"
     )
     quantization: Annotated[
-        Literal["awq", "gguf", "gptq", "int8"] | None,
+        Literal["awq", "fp8", "gguf", "gptq", "int8"] | None,
         about(
             "Linear layers on 8-bit arithmetic: awq, gguf or gptq (the integers of such a checkpoint) or int8 (any "
-            "weights). Default: a quantized checkpoint's own integers where dtype is auto and the processor multiplies "
-            "integers faster."
+            "weights); fp8 is for GPUs. Default: a quantized checkpoint's own integers where dtype is auto and the "
+            "processor multiplies integers faster, and on GPUs."
         ),
     ] = None
     weights_disk_memory: Annotated[
@@ -113,6 +115,13 @@ class EngineConfig:
             "Number format of the KV cache: auto (as the weights), float32, bfloat16, float16, int8, "
             "int4_mixed (4 bits, the latest tokens more); or fp8 (fp8_e4m3), fp8_e5m2, int8/int4 (8-bit keys, 4-bit "
             "values) and int4, which cost quality: try them on your model first."
+        ),
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "triton", "flash_attn", "torch"],
+        about(
+            "Attention's kernels: auto (the CPU's own; on a GPU the fastest of those installed that take the model), "
+            "triton, flash_attn (GPU only) or torch (slow)."
         ),
     ] = "auto"
     kv_host_memory: Annotated[
@@ -235,6 +244,9 @@ class EngineConfig:
             self.speculative_config = SpeculativeConfig.read(self.speculative_config)
         if isinstance(self.dtype, str):
             self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)  # type: ignore[assignment]
+        if isinstance(self.attention_backend, str):
+            named = ATTENTION_ALIASES.get(self.attention_backend, self.attention_backend)
+            self.attention_backend = named  # type: ignore[assignment]
         check_fields(self, ConfigError)
         self._check_contradictions()
         self._check_adapters()

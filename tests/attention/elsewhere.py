@@ -21,25 +21,28 @@ class Elsewhere:
     def write(
         self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
-        assert remainder_slots is None
         there = self.cache(cache)
-        self.backend.write(self.send(key), self.send(value), there, self.send(slots))
+        rest = None if remainder_slots is None else self.send(remainder_slots)
+        self.backend.write(self.send(key), self.send(value), there, self.send(slots), rest)
         for here, written in zip(cache, there, strict=True):
             if here is not None:
                 here.copy_(written.reshape(here.shape))
 
     def attend(self, query: Tensor, cache: LayerCache, batch: AttentionBatch, group: int, **options):
-        of_group = batch.groups[group]
         there = replace(
             batch,
             query_start=self.send(batch.query_start),
             context_lens=self.send(batch.context_lens),
             positions=self.send(batch.positions),
-            groups=(GroupBatch(self.send(of_group.tables), self.send(of_group.slots)),),
+            groups=(self.group(batch.groups[group]),),
         )
         sent = {name: self.send(option) if isinstance(option, Tensor) else option for name, option in options.items()}
         output, lse = self.backend.attend(self.send(query), self.cache(cache), there, 0, **sent)
         return output.cpu(), None if lse is None else lse.cpu()
+
+    def group(self, group: GroupBatch) -> GroupBatch:
+        rest = None if group.remainders is None else self.group(group.remainders)
+        return GroupBatch(self.send(group.tables), self.send(group.slots), rest, group.precise)
 
     def cache(self, cache: LayerCache) -> LayerCache:
         if cache.beside > 1:

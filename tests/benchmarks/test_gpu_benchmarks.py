@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,10 +13,14 @@ from interpreter import CAPABILITY, DEVICE
 pytest.importorskip("triton")
 
 from benchmarks.gpu_attention import Ceilings
+from benchmarks.random_engine import engine_step_ms
 
-from benchmarks import gpu_decode, gpu_ops, gpu_sampling
-from pagemill.attention.torch_backend import TorchAttention
+from benchmarks import gpu_decode, gpu_ops, gpu_sampling, random_engine
 from pagemill.attention.triton_backend import TritonAttention
+from pagemill.executor.backend import torch_backend
+from pagemill.executor.device import CudaDevice
+from pagemill.models.gpu_decoder import GpuDecoder
+from pagemill.ops.triton_ops import TritonOps
 
 CEILINGS = Ceilings(1e9, 1e12)
 
@@ -53,14 +60,16 @@ def test_sampling() -> None:
     assert "| both | 2 | 2000.0 |" in gpu_sampling.table(results)
 
 
-@pytest.mark.parametrize("attention", [TorchAttention(), TritonAttention(CAPABILITY)], ids=lambda on: on.name)
-def test_decode_steps(attention) -> None:
+def test_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "ENGINE_TOKENS", 50)
     sizes = gpu_decode.Sizes(96, 64, 4, 2, 16, 48, layers=2, itemsize=4)
     clock = Clock()
-    results = gpu_decode.run(
-        sizes, [(1, 20), (3, 33)], CEILINGS, clock,
-        dtype=torch.float32, device=DEVICE, capability=CAPABILITY, attention=attention,
-    )  # fmt: skip
+    backend = torch_backend(torch.device(DEVICE))._replace(
+        ops=TritonOps(CAPABILITY), attention=TritonAttention(CAPABILITY), decoder=GpuDecoder
+    )
+    results = gpu_decode.run(sizes, [(1, 20), (3, 33)], CEILINGS, clock, dtype=torch.float32, backend=backend, steps=2)
+    assert results[0].engine_ms > 0
+    assert results[1].engine_ms is None
     assert [(at.rows, at.context, at.ms) for at in results] == [(1, 20, 2.0), (3, 33, 2.0)]
     if DEVICE == "cpu":
         for first in (0, 3):
@@ -69,6 +78,18 @@ def test_decode_steps(attention) -> None:
             assert torch.equal(graph, eager)
             assert torch.equal(graph, by_torch)
     assert "| 3 | 33 | 2.00 |" in gpu_decode.table(results)
+
+
+def test_the_engine_generates_for_all_rows_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, backend = gpu_decode.Sizes(96, 64, 4, 2, 16, 48, layers=1, itemsize=4), torch_backend(torch.device(DEVICE))
+    weights = gpu_decode.random_weights(sizes.spec(), backend.ops, torch.float32, backend.device)
+    decoder = backend.decoder(sizes.spec(), weights, backend.ops, backend.attention, torch.float32)
+    accelerator = CudaDevice(backend.device) if DEVICE == "cuda" else None
+    with monkeypatch.context() as patched:
+        times = iter([10.0, 12.0])
+        patched.setattr(random_engine, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=times.__next__))
+        ms = engine_step_ms(decoder, backend, accelerator, 3, 30, steps=4, budget=20)
+    assert ms == 2000 / 4, "all three rows generate in each of four steps"
 
 
 def test_the_roofline_counts_weights_once_and_every_context() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.torch_backend import TorchAttention
+from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.executor.backend import cpu_backend, select_backend
+from pagemill.executor.share import load_share
 from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.torch_ops import TorchOps
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
@@ -31,7 +34,7 @@ def test_each_device_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "triton", "kernels"),
     [
-        ((7, 5), True, ["TritonOps", "TritonAttention", "GpuDecoder", "TritonSamplingKernels"]),
+        ((7, 5), True, ["TritonQuantizedOps", "TritonAttention", "GpuDecoder", "TritonSamplingKernels"]),
         ((7, 0), True, ["TorchOps", "TorchAttention", "Decoder", "TorchSamplingKernels"]),
         ((9, 0), False, ["TorchOps", "TorchAttention", "Decoder", "TorchSamplingKernels"]),
     ],
@@ -64,3 +67,30 @@ def test_kernels_that_this_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PAGEMILL_ISA", "altivec")
     with pytest.raises(ConfigError, match="altivec"):
         select_backend("cpu")
+
+
+def test_attention_on_cpu_is_its_own_or_torchs() -> None:
+    assert isinstance(select_backend("cpu", attention="torch").attention, TorchAttention)
+    for name in ("triton", "flash_attn"):
+        with pytest.raises(ConfigError, match=r"needs an NVIDIA GPU.*use 'auto' or 'torch'") as caught:
+            select_backend("cpu", attention=name)
+        assert caught.value.param == "attention_backend"
+
+
+def test_a_gpus_attention_is_chosen_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="A100", multi_processor_count=108)
+    )
+    config = EngineConfig(model="smollm2-135m", device="cuda", dtype="float32", attention_backend="FLASH_ATTN")
+    with pytest.raises(ConfigError, match="'flash_attn' cannot be used") as caught:
+        load_share(config, progress=lambda *_: pytest.fail("weights are read"))
+    assert caught.value.param == "attention_backend"
+
+
+def test_attention_that_is_named_runs_the_model() -> None:
+    share = load_share(EngineConfig(model="smollm2-135m", device="cpu", attention_backend="TORCH_SDPA"))
+    assert isinstance(share.backend.attention, TorchAttention)
+    assert share.model.decoder.attention is share.backend.attention

@@ -19,12 +19,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attention import compile_for_gpus as compiler
+from pagemill.ops.low_rank import LowRankPart
 from pagemill.ops.triton_experts import apply_experts
 from pagemill.ops.triton_ops import WIDEST, TritonOps
 
 
 class Case(NamedTuple):
-    """Sizes of a model. experts: how many tokens a mixture gets; None for a model without one."""
+    """Sizes of a model. experts: how many tokens a mixture gets; None for a model without one. adapter: of what dtype
+    low-rank additions are."""
 
     name: str
     element: torch.dtype
@@ -33,6 +35,7 @@ class Case(NamedTuple):
     half: int = 64
     normed: bool = False
     experts: int | None = None
+    adapter: torch.dtype | None = None
 
     def __str__(self) -> str:
         return f"{self.name}, {str(self.element).removeprefix('torch.')}"
@@ -41,6 +44,7 @@ class Case(NamedTuple):
 FEW = [
     (75, Case("Llama 3 8B", torch.float16)),
     (90, Case("mixture, 1 token", torch.bfloat16, experts=1)),
+    (90, Case("adapter", torch.bfloat16, adapter=torch.bfloat16)),
     (100, Case("Gemma 3", torch.bfloat16, hidden=5376, head_dim=256, half=128, normed=True)),
 ]
 
@@ -54,6 +58,8 @@ def usual_cases(capability: int) -> Iterator[tuple[int, Case]]:
         yield capability, Case("Gemma 3", element, hidden=5376, head_dim=256, half=128, normed=True)
         yield capability, Case("Phi 4 mini", element, hidden=3072, half=48)
         yield capability, Case("the widest", element, hidden=WIDEST, normed=True)
+        for adapter in {element, torch.float32}:
+            yield capability, Case("adapter", element, adapter=adapter)
         for tokens in (1, 100, 1000):
             yield capability, Case(f"mixture, {tokens} tokens", element, experts=tokens)
 
@@ -68,6 +74,10 @@ def launch(capability: int, case: Case) -> None:
         apply_experts(x, logits, gate_up, down, 2, normalize=True, activation="silu", matrix_units=units)
         return
     x, weight = torch.zeros(2, case.hidden, dtype=case.element), torch.zeros(case.hidden)
+    if case.adapter is not None:
+        part = LowRankPart(torch.zeros(64, case.hidden).to(case.adapter), torch.zeros(99, 64).to(case.adapter), 0, 1.0)
+        ops.add_low_rank(x, x.clone(), [(ops.pack_low_rank([part], case.hidden, case.hidden), torch.arange(2))])
+        return
     heads = torch.zeros(2, 48, case.head_dim, dtype=case.element)
     angles, of_heads = torch.zeros(2, case.half), torch.zeros(case.head_dim)
     ops.rms_norm(x, weight, 1e-6)

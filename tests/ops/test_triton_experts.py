@@ -105,6 +105,17 @@ def test_a_token_keeps_its_bits_whatever_is_beside_it(monkeypatch: pytest.Monkey
         assert torch.equal(mixture.run(x[at], logits[at], 2), together[at])
 
 
+@pytest.mark.parametrize("counted", [0, 1 << 20])
+def test_many_assignments_are_sorted_by_torch_and_few_by_counting(
+    counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_experts, "COUNTED", counted)
+    mixture = Mixture(7)
+    x, logits = mixture.draw(75, HIDDEN), 3 * mixture.draw(75, 7)
+    logits[:, 2] -= 100  # an expert without tokens
+    close(mixture.run(x, logits, 3), mixture.expected(x, logits, 3))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_spoils_its_own_token_only(bad: float) -> None:
     mixture = Mixture(5)

@@ -182,7 +182,7 @@ def test_kernels_compile_for_every_gpu_and_fit() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = [line.split()[:2] for line in done.stdout.splitlines()[1:]]
     dense = ["normalize", "normalize", "turn_heads", "gate"]
-    mixture = ["route", "multiply_experts", "multiply_experts", "combine"]
+    mixture = ["route", "arrange", "multiply_experts", "multiply_experts", "combine"]
     normed = ["normalize", "normalize", "normalize", "turn_heads", "gate"]
-    runs = {"75": dense, "90": mixture, "100": normed}
+    runs = {"75": dense, "90": [*mixture, "shrink", "expand"], "100": normed}
     assert compiled == [[capability, kernel] for capability, kernels in runs.items() for kernel in kernels]

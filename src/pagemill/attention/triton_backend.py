@@ -15,9 +15,11 @@ from torch import Tensor
 
 from pagemill.attention.checks import check_attend, check_write
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.attention.triton_kernels import attend, merge_chunks, write_tokens
+from pagemill.attention.quantize import rotated_together
+from pagemill.attention.triton_kernels import attend, merge_chunks
+from pagemill.attention.triton_write import rotate_queries, write_tokens
 
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 """Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
 SHORT_TILE, SHORT_QUERIES = 16, 4
 """Rows of at most SHORT_QUERIES tokens, whose heads of one KV head fit into SHORT_TILE, are attended in chunks.
@@ -26,7 +28,7 @@ CHUNK, LONGEST_CHUNK, CHUNKS = 256, 2048, 64
 """Keys of a chunk: CHUNK, doubled until CHUNKS of them hold a row's context, up to LONGEST_CHUNK. Small chunks fill the
 GPU when rows are few, and cost memory traffic: each leaves a result in fp32."""
 VECTORS = 8
-"""Keys, and as many values, that are written at a time."""
+"""Keys, and as many values, that are written at a time; and queries that are rotated."""
 BLOCK_CHUNKS = 16
 """Results that are merged at a time."""
 SCRATCH_BYTES = 256 << 20
@@ -46,25 +48,35 @@ class Tile:
     stages: int
 
 
-def long_tile(head_dim: int, matrix_units: bool, major: int, widened: bool) -> Tile:
+def long_tile(head_dim: int, matrix_units: bool, major: int, widened: bool, packed: bool, rests: bool) -> Tile:
     """Returns the tile of rows with many queries.
 
-    major: of the GPU's compute capability. widened: keys and values have another dtype than products.
+    major: of the GPU's compute capability. widened: keys and values have another dtype than products. packed: some of
+    them have 4 bits; rests: and remainders.
     """
     if not matrix_units:  # every operand of a product takes a register, and so does what is widened ahead
+        if rests:
+            return Tile(SHORT_TILE, 16, 8, 1)
         stages = 1 if widened else 2
         return Tile(32, 32 if head_dim <= 64 else 16, 8, stages) if head_dim <= 128 else Tile(16, 16, 8, stages)
-    if head_dim > 128:
+    from_shared = major in (9, 10, 11)  # their products read keys and values from shared memory
+    if rests and not from_shared:
+        return Tile(32, 32 if head_dim <= 128 else 16, 8, 2)
+    if head_dim > 128 or rests or (packed and not from_shared):
         return Tile(64, 32, 8, 2)
-    if major in (9, 10, 11):  # their products read keys and values from shared memory
+    if from_shared:
         return Tile(128, 64, 8, 3)
     return Tile(64, 64, 8, 3) if widened else Tile(128, 64, 8, 2)
 
 
-def short_tile(head_dim: int, matrix_units: bool, widened: bool) -> Tile:
+def short_tile(head_dim: int, matrix_units: bool, widened: bool, rests: bool) -> Tile:
     """Returns the tile of rows in chunks."""
     if not matrix_units:
+        if rests:
+            return Tile(SHORT_TILE, 16, 8, 1)
         return Tile(SHORT_TILE, 32 if head_dim <= 128 else 16, 8, 1 if widened else 2)
+    if rests:
+        return Tile(SHORT_TILE, 32, 4, 3)
     return Tile(SHORT_TILE, 64, 4, 3) if head_dim <= 128 else Tile(SHORT_TILE, 32, 4, 3)
 
 
@@ -90,24 +102,25 @@ class TritonAttention:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.name = f"triton-{triton.__version__}-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
-        self.kv_formats: tuple[str, ...] | None = ("float32", "float16", "bfloat16", "int8")
-        self._major = capability[0]
+        self.kv_formats: tuple[str, ...] | None = None
+        self._major, self._native_e4m3 = capability[0], capability >= (8, 9)
 
     def write(
         self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
-        assert remainder_slots is None, "only 4-bit caches have remainders"
         kv_heads, block_size, head_dim = _block_shape(cache)
-        check_write(key, value, cache, slots)
+        check_write(key, value, cache, slots, remainder_slots)
         tokens = slots.shape[0]
         if not tokens:
             return
         with torch.cuda.device_of(slots):  # type: ignore[no-untyped-call]  # kernels start on the current device
             write_tokens[(triton.cdiv(tokens * kv_heads, VECTORS),)](
-                key, value, slots, cache.key, cache.value, cache.key_scale, cache.value_scale, tokens,
+                key, value, slots, remainder_slots, _elements(cache.key), _elements(cache.value),
+                cache.key_scale, cache.value_scale, tokens,
                 key.stride(0), key.stride(1), value.stride(0), value.stride(1),
                 *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
-                KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_SIZE=block_size, VECTORS=VECTORS,
+                KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim, cache), BLOCK_SIZE=block_size,
+                VECTORS=VECTORS, STAGES=_stages(head_dim), KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
                 enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -130,13 +143,15 @@ class TritonAttention:
         tokens, heads, _ = query.shape
         if scale <= 0:
             raise ValueError(f"scale is {scale}; it must be positive")
-        tables, rows, size = batch.groups[group].tables, batch.context_lens.shape[0], heads // kv_heads
+        of_group, rows, size = batch.groups[group], batch.context_lens.shape[0], heads // kv_heads
+        tables, rest = of_group.tables, None if of_group.remainders is None else of_group.remainders.tables
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(tokens, heads, device=query.device) if return_lse else None
         if not tokens:
             return output, lse
-        dot = query.dtype if cache.key.dtype in (query.dtype, torch.int8) else torch.float32
+        dot = query.dtype if cache.key.dtype == query.dtype or cache.key.dtype.itemsize == 1 else torch.float32
         matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
+        packed, rests = torch.uint8 in (cache.key.dtype, cache.value.dtype), rest is not None
         at_least = triton.next_power_of_2(size)
         short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
         few = min(short, batch.max_query_len)
@@ -147,47 +162,83 @@ class TritonAttention:
             chunk_output = torch.empty(at_once * few, heads, chunks, head_dim, device=query.device)
             chunk_lse = torch.empty(at_once * few, heads, chunks, device=query.device)
 
+        dims, together = _padded(head_dim, cache), 1
+        if cache.key.dtype == torch.uint8:
+            together = rotated_together(head_dim)
+            query, scale = self._rotated(query, dims), scale * together
+
         def launch(grid: tuple[int, ...], tile: Tile, first: int = 0, *, in_chunks: bool) -> None:
             attend[grid](
                 query, output, lse, chunk_output if in_chunks else None, chunk_lse if in_chunks else None,
-                cache.key, cache.value, cache.key_scale, cache.value_scale,
-                _from(first, tables), _from(first, batch.query_start), _from(first, batch.context_lens),
-                batch.positions, _from(first, key_start), _from(first, key_end),
+                _elements(cache.key), _elements(cache.value), cache.key_scale, cache.value_scale,
+                _from(first, tables), _from(first, rest), _from(first, batch.query_start),
+                _from(first, batch.context_lens), batch.positions, _from(first, key_start), _from(first, key_end),
                 rows, few, chunks, scale, soft_cap, window,
                 query.stride(0), query.stride(1), *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
-                tables.stride(0),
-                GROUP=size, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_SIZE=block_size,
+                tables.stride(0), 0 if rest is None else rest.stride(0), of_group.precise,
+                GROUP=size, HEAD_DIM=head_dim, DIMS=dims, BLOCK_SIZE=block_size,
                 BLOCK_M=max(tile.queries, at_least), BLOCK_N=tile.keys, SHORT=short, IN_CHUNKS=in_chunks,
                 CHUNK=CHUNK, LONGEST_CHUNK=LONGEST_CHUNK, CHUNKS=CHUNKS, DOT=_TRITON[dot],
+                KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype], NATIVE=self._native_e4m3,
+                TOGETHER=together,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # kernels start on the current device
             if batch.max_query_len > short:
-                tile = long_tile(head_dim, matrix_units, self._major, widened)
+                tile = long_tile(head_dim, matrix_units, self._major, widened, packed, rests)
                 launch((tokens // (max(tile.queries, at_least) // size) + rows, kv_heads), tile, in_chunks=False)
             if rows > 1 or batch.max_query_len <= short:
-                tile = short_tile(head_dim, matrix_units, widened)
+                tile = short_tile(head_dim, matrix_units, widened, rests)
                 for first in range(0, rows, at_once):
                     count = min(at_once, rows - first)
                     launch((count, kv_heads, chunks), tile, first, in_chunks=True)
                     if chunks > 1:
                         merge_chunks[(count * few, heads)](
                             chunk_output, chunk_lse, output, lse, _from(first, batch.query_start), few, chunks,
-                            SHORT=short, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_CHUNKS=BLOCK_CHUNKS,
+                            SHORT=short, HEAD_DIM=head_dim, DIMS=dims, BLOCK_CHUNKS=BLOCK_CHUNKS,
                         )  # fmt: skip
         return output, lse
 
+    def _rotated(self, query: Tensor, dims: int) -> Tensor:
+        """Returns queries rotated as 4-bit keys are: in fp16 if they have 16 bits. bf16 would round off more than there
+        is between the bits of a key and its remainder."""
+        tokens, heads, head_dim = query.shape
+        dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+        output = torch.empty(query.shape, dtype=dtype, device=query.device)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            rotate_queries[(triton.cdiv(tokens * heads, VECTORS),)](
+                query, output, tokens * heads, query.stride(0), query.stride(1),
+                HEADS=heads, HEAD_DIM=head_dim, DIMS=dims, VECTORS=VECTORS, STAGES=_stages(head_dim),
+            )  # fmt: skip
+        return output
+
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_AS = {
+    torch.float32: "float", torch.float16: "float", torch.bfloat16: "float", torch.int8: "int8", torch.uint8: "int4",
+    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
+"""What kernels call the formats of elements: see `triton_tiles.py`."""
 
 
 def _from(row: int, by_row: Tensor | None) -> Tensor | None:
     return by_row if by_row is None or row == 0 else by_row[row:]
 
 
-def _padded(head_dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(head_dim)))
+def _padded(head_dim: int, cache: LayerCache) -> int:
+    """Returns the dimensions of a tile: a power of 2. Products add 16 or more, of each half of what is packed."""
+    packed = torch.uint8 in (cache.key.dtype, cache.value.dtype)
+    return max(32 if packed else 16, int(triton.next_power_of_2(head_dim)))
+
+
+def _stages(head_dim: int) -> int:
+    return rotated_together(head_dim).bit_length() - 1
+
+
+def _elements(cached: Tensor) -> Tensor:
+    """Returns keys or values as kernels take them: floating point of 8 bits as bytes."""
+    return cached.view(torch.uint8) if _AS[cached.dtype] in ("e4m3", "e5m2") else cached
 
 
 def _block_shape(cache: LayerCache) -> tuple[int, int, int]:
@@ -196,5 +247,9 @@ def _block_shape(cache: LayerCache) -> tuple[int, int, int]:
     return cache.block_shape
 
 
-def _scale_strides(cache: LayerCache) -> tuple[int, int]:
-    return (0, 0) if cache.key_scale is None else (cache.key_scale.stride(0), cache.key_scale.stride(1))
+def _scale_strides(cache: LayerCache) -> tuple[int, int, int, int]:
+    """Returns the strides of frames and heads, of keys' scales and of values'."""
+    if cache.key_scale is None or cache.value_scale is None:
+        return 0, 0, 0, 0
+    keys, values = cache.key_scale, cache.value_scale
+    return keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)

@@ -1,4 +1,4 @@
-"""Paged attention for GPUs, as Triton kernels; `triton_backend.py` launches them.
+"""Paged attention for GPUs, as Triton kernels over any format of keys and values; `triton_backend.py` launches them.
 
 PagedAttention (Kwon et al., SOSP 2023): keys and values are read where they lie, through the block table.
 FlashAttention-2 (Dao, 2023): a tile of queries walks over the keys once, and keeps a running maximum and sum per query.
@@ -20,84 +20,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagemill.attention.triton_tiles import load, load_key_halves, load_tile, load_value_halves, widened
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(2**31 - 1)
-LEAST = tl.constexpr(2.0**-100)
-"""As in quantize.py: shorter vectors are stored as zeros."""
-ROUNDER = tl.constexpr(1.5 * 2**23)
-"""Added and taken away, it rounds a float32 below 2**22 to an integer, halves to even."""
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def write_tokens(
-    key, value, slots, key_cache, value_cache, key_scale, value_scale, tokens,
-    key_token, key_head, value_token, value_head,
-    key_cache_frame, key_cache_head, key_cache_token, key_cache_dim,
-    value_cache_frame, value_cache_head, value_cache_token, value_cache_dim,
-    scale_frame, scale_head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    VECTORS: tl.constexpr,
-):  # fmt: skip
-    """Writes keys and values [tokens, KV_HEADS, HEAD_DIM] to their slots, VECTORS at a time; slot -1 is skipped.
-
-    grid [tokens * KV_HEADS / VECTORS]. key_scale and value_scale: None unless the cache is of int8.
-    To be compiled without fused multiply-add: a product is rounded before it is rounded to an integer.
-    """
-    vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
-    token, head = vector // KV_HEADS, vector % KV_HEADS
-    slot = tl.load(slots + token, token < tokens, other=-1)
-    written = slot >= 0
-    frame, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    dims = tl.arange(0, DIMS)
-    there = written[:, None] & (dims < HEAD_DIM)[None, :]
-    new_key = tl.load(key + (token * key_token + head * key_head)[:, None] + dims[None, :], there, other=0)
-    new_value = tl.load(value + (token * value_token + head * value_head)[:, None] + dims[None, :], there, other=0)
-    key_at = frame * key_cache_frame + head * key_cache_head + offset * key_cache_token
-    key_at = key_cache + key_at[:, None] + dims[None, :] * key_cache_dim
-    value_at = frame * value_cache_frame + head * value_cache_head + offset * value_cache_token
-    value_at = value_cache + value_at[:, None] + dims[None, :] * value_cache_dim
-    if key_scale is None:
-        tl.store(key_at, new_key.to(tl.float32).to(key_cache.dtype.element_ty), there)
-        tl.store(value_at, new_value.to(tl.float32).to(value_cache.dtype.element_ty), there)
-    else:
-        scale_at = frame * scale_frame + head * scale_head + offset
-        elements, scale = _quantize(new_key)
-        tl.store(key_at, elements, there)
-        tl.store(key_scale + scale_at, scale, written)
-        elements, scale = _quantize(new_value)
-        tl.store(value_at, elements, there)
-        tl.store(value_scale + scale_at, scale, written)
-
-
-@triton.jit
-def _quantize(x):
-    """Returns int8 elements and fp32 scales [n] of vectors [n, dims]: the bits of `quantize` in quantize.py."""
-    x = x.to(tl.float32)
-    largest = tl.max(tl.abs(x), 1)
-    finite = tl.max(((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32), 1) == 0
-    usable = finite & (largest >= LEAST)
-    most = tl.full(largest.shape, 127.0, tl.float32)
-    factor = tl.where(usable, tl.div_rn(most, tl.where(usable, largest, 1.0)), 0.0)
-    scale = tl.where(usable, tl.div_rn(largest, most), tl.where(finite, 0.0, float("nan")))
-    scaled = tl.where(usable[:, None], x, 0.0) * factor[:, None]
-    return ((scaled + ROUNDER) - ROUNDER).to(tl.int8), scale
-
-
-@triton.jit(do_not_specialize=["rows", "few", "chunks", "table_row"])
+@triton.jit(do_not_specialize=["rows", "few", "chunks", "table_row", "rest_row", "precise"])
 def attend(
     query, output, lse, chunk_output, chunk_lse,
     key, value, key_scale, value_scale,
-    tables, query_start, context_lens, positions, key_start, key_end,
+    tables, rest_tables, query_start, context_lens, positions, key_start, key_end,
     rows, few, chunks, scale, soft_cap, window,
     query_token, query_head,
     key_frame, key_head, key_token, key_dim,
     value_frame, value_head, value_token, value_dim,
-    scale_frame, scale_head, table_row,
+    key_scale_frame, key_scale_head, value_scale_frame, value_scale_head, table_row, rest_row, precise,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHORT: tl.constexpr, IN_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr, LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, KEY_AS: tl.constexpr, VALUE_AS: tl.constexpr, NATIVE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Attends for one tile of queries and one KV head, over all keys or over one chunk of them.
 
@@ -107,8 +50,11 @@ def attend(
     IN_CHUNKS: rows of at most SHORT queries, one tile each; grid [rows, kv_heads, chunks]. Results go to chunk_output
         fp32 [rows * few, heads, chunks, HEAD_DIM] and chunk_lse (base 2) [rows * few, heads, chunks], where `few` is
         the most queries that such a row has; to `output` if chunk_output is None, when no row has two chunks.
-    lse, key_scale and value_scale, key_start, key_end, soft_cap, window: may be None.
-    DOT: what products are computed in; sums are fp32.
+    lse, key_scale and value_scale, rest_tables, key_start, key_end, soft_cap, window: may be None.
+    DOT: what products are computed in, with 4-bit keys fp16 in place of bf16; sums are fp32.
+    KEY_AS, VALUE_AS, NATIVE: see `triton_tiles.py`. Where keys have 4 bits, queries come rotated, and both are divided
+        by TOGETHER: `scale` makes up for one of them.
+    rest_tables: of the remainders that a query adds to its `precise` latest keys and values, in 4 bits as they are.
     """
     kv_head = tl.program_id(1)
     heads = tl.num_programs(1) * GROUP
@@ -135,9 +81,15 @@ def attend(
     real = (index < TILE_TOKENS * GROUP) & (token < length)
     place = (start + token).to(tl.int64)
     dims = tl.arange(0, DIMS)
-    query_there = real[:, None] & (dims < HEAD_DIM)[None, :]
-    query_at = query + place[:, None] * query_token + head[:, None] * query_head + dims[None, :]
-    q = tl.load(query_at, query_there, other=0).to(DOT)
+    SCORE_DOT: tl.constexpr = tl.float16 if KEY_AS == "int4" and tl.bfloat16 == DOT else DOT
+    halves = tl.arange(0, DIMS // 2) // 16 * 32 + tl.arange(0, DIMS // 2) % 16  # of dimensions: the lower; + 16: upper
+    query_at = query + place[:, None] * query_token + head[:, None] * query_head
+    if KEY_AS == "int4":
+        query_there = real[:, None] & (halves < HEAD_DIM)[None, :]
+        q = tl.load(query_at + halves[None, :], query_there, other=0).to(SCORE_DOT)
+        q_upper = tl.load(query_at + halves[None, :] + 16, query_there, other=0).to(SCORE_DOT)
+    else:
+        q = tl.load(query_at + dims[None, :], real[:, None] & (dims < HEAD_DIM)[None, :], other=0).to(DOT)
 
     # Each query sees keys first .. last.
     context = tl.load(context_lens + row)
@@ -164,13 +116,20 @@ def attend(
         end = tl.minimum(end, (at_chunk + 1) * chunk)
 
     # Three walks: over tiles that some query does not see from their first key on, over tiles that every query sees
-    # in full, and over what is left. A query in chunks takes one, with masks.
+    # in full, and over what is left, the only one that adds remainders. A query in chunks takes one, with masks; where
+    # there are remainders, the first one too.
     begin = begin // BLOCK_N * BLOCK_N
     seen_from, seen_to = begin, begin
     if not IN_CHUNKS:
         if window is not None or key_start is not None:
             seen_from = tl.maximum(begin, tl.cdiv(tl.max(tl.where(real, first, 0)), BLOCK_N) * BLOCK_N)
         seen_to = tl.maximum(seen_from, (tl.min(tl.where(real, last, FAR)) + 1) // BLOCK_N * BLOCK_N)
+    if rest_tables is not None:
+        latest = tl.maximum(lowest, tl.min(tl.where(real, position, FAR)) - precise + 1)
+        rest_from = tl.maximum(begin, latest // BLOCK_N * BLOCK_N)
+        seen_from = rest_from if IN_CHUNKS else tl.minimum(seen_from, rest_from)
+        seen_to = seen_from if IN_CHUNKS else tl.minimum(seen_to, rest_from)
+        rest_table = rest_tables + row.to(tl.int64) * rest_row
 
     table = tables + row.to(tl.int64) * table_row
     key += kv_head * key_head
@@ -178,7 +137,10 @@ def attend(
     to_log2 = LOG2_E if soft_cap is not None else scale * LOG2_E
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    result = tl.zeros([BLOCK_M, DIMS], tl.float32)
+    result = tl.zeros([BLOCK_M, DIMS // 2 if VALUE_AS == "int4" else DIMS], tl.float32)
+    if VALUE_AS == "int4":
+        result_upper = tl.zeros([BLOCK_M, DIMS // 2], tl.float32)
+    FIRST: tl.constexpr = rest_tables is not None if IN_CHUNKS else window is not None or key_start is not None
     for walk in tl.static_range(3):
         if walk == 0:
             walk_from, walk_to = begin, tl.minimum(seen_from, end)
@@ -186,19 +148,39 @@ def attend(
             walk_from, walk_to = seen_from, seen_to
         else:
             walk_from, walk_to = seen_to, end
-        if (walk == 2) or (not IN_CHUNKS and (walk == 1 or window is not None or key_start is not None)):
+        if (walk == 2) or (walk == 0 and FIRST) or (walk == 1 and not IN_CHUNKS):
             for at in tl.range(walk_from, walk_to, BLOCK_N):
                 keys = at + tl.arange(0, BLOCK_N)
                 there = (keys >= lowest) & (keys <= highest)  # what lies elsewhere may be NaN
-                frame = _load(table + keys // BLOCK_SIZE, there, walk != 1).to(tl.int64)
+                frame = load(table + keys // BLOCK_SIZE, there, walk != 1).to(tl.int64)
                 offset = keys % BLOCK_SIZE
-
-                key_at = key + (frame * key_frame + offset * key_token)[None, :] + dims[:, None] * key_dim
-                k = _load_tile(key_at, there[None, :], (dims < HEAD_DIM)[:, None], walk != 1, HEAD_DIM != DIMS)
-                scores = tl.dot(q, k.to(DOT), input_precision="ieee")
-                if key_scale is not None:
-                    scale_at = kv_head * scale_head + frame * scale_frame + offset
-                    scores *= _load(key_scale + scale_at, there, walk != 1)[None, :]
+                key_at = frame * key_frame + offset * key_token
+                key_scale_at = kv_head * key_scale_head + frame * key_scale_frame + offset
+                if KEY_AS == "int4":
+                    k, k_upper = load_key_halves(
+                        key, key_scale, key_at, key_scale_at, key_dim, there,
+                        HEAD_DIM, DIMS, BLOCK_SIZE, TOGETHER, walk != 1, SCORE_DOT,
+                    )  # fmt: skip
+                    scores = tl.dot(q, k, input_precision="ieee")
+                    scores = tl.dot(q_upper, k_upper, scores, input_precision="ieee")
+                else:
+                    at_tile = key + key_at[None, :] + dims[:, None] * key_dim
+                    k = load_tile(at_tile, there[None, :], (dims < HEAD_DIM)[:, None], walk != 1, HEAD_DIM != DIMS)
+                    scores = tl.dot(q, widened(k, KEY_AS, NATIVE, DOT), input_precision="ieee")
+                    if KEY_AS == "int8":
+                        scores *= load(key_scale + key_scale_at, there, walk != 1)[None, :]
+                if walk == 2 and rest_tables is not None:
+                    rest_there = there & (keys >= latest)
+                    rest_frame = load(rest_table + keys // BLOCK_SIZE, rest_there, True).to(tl.int64)
+                    rest_at = kv_head * key_scale_head + rest_frame * key_scale_frame + offset
+                    k, k_upper = load_key_halves(
+                        key, key_scale, rest_frame * key_frame + offset * key_token, rest_at, key_dim, rest_there,
+                        HEAD_DIM, DIMS, BLOCK_SIZE, TOGETHER, True, SCORE_DOT,
+                    )  # fmt: skip
+                    rest = tl.dot(q, k, input_precision="ieee")
+                    rest = tl.dot(q_upper, k_upper, rest, input_precision="ieee")
+                    added = keys[None, :] > (position - precise)[:, None]
+                    scores += tl.where(added, rest, 0.0)
                 if soft_cap is not None:
                     scores = soft_cap * _tanh(scores * (scale / soft_cap))
                 if walk != 1:
@@ -213,24 +195,50 @@ def attend(
                 result *= fade[:, None]
                 peak = higher
 
-                value_at = value + (frame * value_frame + offset * value_token)[:, None] + dims[None, :] * value_dim
-                v = _load_tile(value_at, there[:, None], (dims < HEAD_DIM)[None, :], walk != 1, HEAD_DIM != DIMS)
-                if value_scale is not None:
-                    v = v.to(tl.float32) * _load(value_scale + scale_at, there, walk != 1)[:, None]
-                result = tl.dot(weights.to(DOT), v.to(DOT), result, input_precision="ieee")
+                value_at = frame * value_frame + offset * value_token
+                value_scale_at = kv_head * value_scale_head + frame * value_scale_frame + offset
+                if VALUE_AS == "int4":
+                    v, v_upper = load_value_halves(
+                        value, value_scale, value_at, value_scale_at, value_dim, there, HEAD_DIM, DIMS, walk != 1, DOT
+                    )
+                    result = tl.dot(weights.to(DOT), v, result, input_precision="ieee")
+                    result_upper *= fade[:, None]
+                    result_upper = tl.dot(weights.to(DOT), v_upper, result_upper, input_precision="ieee")
+                else:
+                    at_tile = value + value_at[:, None] + dims[None, :] * value_dim
+                    v = load_tile(at_tile, there[:, None], (dims < HEAD_DIM)[None, :], walk != 1, HEAD_DIM != DIMS)
+                    if VALUE_AS == "int8":
+                        v = v.to(tl.float32) * load(value_scale + value_scale_at, there, walk != 1)[:, None]
+                    v = widened(v, VALUE_AS, NATIVE, DOT)
+                    result = tl.dot(weights.to(DOT), v, result, input_precision="ieee")
+                if walk == 2 and rest_tables is not None:
+                    rest_at = kv_head * value_scale_head + rest_frame * value_scale_frame + offset
+                    v, v_upper = load_value_halves(
+                        value, value_scale, rest_frame * value_frame + offset * value_token, rest_at, value_dim,
+                        rest_there, HEAD_DIM, DIMS, True, DOT,
+                    )  # fmt: skip
+                    latest_weights = tl.where(added, weights, 0.0).to(DOT)
+                    result = tl.dot(latest_weights, v, result, input_precision="ieee")
+                    result_upper = tl.dot(latest_weights, v_upper, result_upper, input_precision="ieee")
 
-    result *= tl.where(total == 0, 0.0, 1.0 / total)[:, None]
+    share = tl.where(total == 0, 0.0, 1.0 / total)[:, None]
     log2_sum = peak + tl.log2(total)
     if chunk_output is None:
-        out_at = (place * heads + head) * HEAD_DIM
-        tl.store(output + out_at[:, None] + dims[None, :], result.to(output.dtype.element_ty), query_there)
+        stored_to, out_at = output, place * heads + head
+        out_there = real
         if lse is not None:
-            tl.store(lse + place * heads + head, log2_sum * LN_2, real)
+            tl.store(lse + out_at, log2_sum * LN_2, real)
     else:
-        at_chunk = ((row * few + token).to(tl.int64) * heads + head) * chunks + tl.program_id(2)
-        tl.store(chunk_lse + at_chunk, log2_sum, real)
-        out_at = at_chunk[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(chunk_output + out_at, result, query_there & (total != 0)[:, None])
+        stored_to, out_at = chunk_output, ((row * few + token).to(tl.int64) * heads + head) * chunks + tl.program_id(2)
+        out_there = real & (total != 0)
+        tl.store(chunk_lse + out_at, log2_sum, real)
+    ELEMENT: tl.constexpr = stored_to.dtype.element_ty
+    columns = halves if VALUE_AS == "int4" else dims
+    out_at = stored_to + out_at[:, None] * HEAD_DIM + columns[None, :]
+    out_there = out_there[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(out_at, (result * share).to(ELEMENT), out_there)
+    if VALUE_AS == "int4":
+        tl.store(out_at + 16, (result_upper * share).to(ELEMENT), out_there)
 
 
 @triton.jit(do_not_specialize=["few", "chunks"])
@@ -281,21 +289,6 @@ def _row_of(tile, query_start, rows, TILE_TOKENS: tl.constexpr):
         begin = tl.load(query_start + index, index < rows, other=0) // TILE_TOKENS + index
         begun += tl.sum(((index < rows) & (begin <= tile)).to(tl.int32), 0)
     return begun - 1
-
-
-@triton.jit
-def _load(pointers, there, MASKED: tl.constexpr):
-    """Loads what is there, and 0 elsewhere; all, if not MASKED."""
-    return tl.load(pointers, there, other=0) if MASKED else tl.load(pointers)
-
-
-@triton.jit
-def _load_tile(pointers, there, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    """Loads a tile of keys or values: `there` by token, `inside` by dimension, where it is MASKED and PADDED."""
-    if PADDED:
-        return _load(pointers, there & inside if MASKED else inside, True)
-    else:
-        return _load(pointers, there, MASKED)
 
 
 @triton.jit

@@ -61,13 +61,23 @@ def cpu_backend(num_threads: int | None = None) -> Backend:
     return Backend(torch.device("cpu"), CpuOps(), CpuAttention(), cpu_decoder, CpuSamplingKernels(), layer_major)
 
 
-def select_backend(name: str, num_threads: int | None = None) -> Backend:
+def select_backend(name: str, num_threads: int | None = None, attention: str = "auto") -> Backend:
     """Returns the C++ kernels for "cpu", Triton's for "cuda", the better of what the machine has for "auto".
 
-    Raises ConfigError for a device that is not there, and as `cpu_backend` does.
+    attention: as in EngineConfig; what a GPU attends with follows from the model too (see `gpu_attention`).
+    Raises ConfigError for a device that is not there, for attention that CPUs do not have, and as `cpu_backend` does.
     """
     device = _device(name)
-    return cpu_backend(num_threads) if device.type == "cpu" else cuda_backend(device)
+    if device.type != "cpu":
+        return cuda_backend(device)
+    if attention not in ("auto", "torch"):
+        raise ConfigError(
+            f"attention_backend {attention!r} cannot be used: it needs an NVIDIA GPU, and the engine runs on CPU; use "
+            "'auto' or 'torch'",
+            param="attention_backend",
+        )
+    backend = cpu_backend(num_threads)
+    return backend if attention == "auto" else backend._replace(attention=TorchAttention(), decoder=Decoder)
 
 
 def cuda_backend(device: torch.device) -> Backend:
@@ -86,11 +96,11 @@ def cuda_backend(device: torch.device) -> Backend:
         return backend
     from pagemill.attention.triton_backend import TritonAttention  # these import triton
     from pagemill.models.gpu_decoder import GpuDecoder
-    from pagemill.ops.triton_ops import TritonOps
+    from pagemill.ops.triton_quantized import TritonQuantizedOps
     from pagemill.sampling.triton_sampling import TritonSamplingKernels
 
     return backend._replace(
-        ops=TritonOps(capability),
+        ops=TritonQuantizedOps(capability),
         attention=TritonAttention(capability),
         decoder=GpuDecoder,
         sampling=TritonSamplingKernels(),

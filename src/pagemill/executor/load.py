@@ -97,6 +97,7 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
     weights = str(model.dtype).removeprefix("torch.")
     if model.quantization is not None:
         weights = f"{model.quantization} (others {weights})"
+    rounded = model.quantization != config.quantization and not backend.ops.keeps_narrow
     layout = backend.layout(shape, 1)
     return ExecutorFacts(
         vocab_size=spec.vocab_size,
@@ -118,7 +119,7 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
         description=(
             f"{spec.family} on {backend.device}, weights {weights}, kernels "
             + " and ".join(dict.fromkeys([backend.ops.name, backend.attention.name]))
-            + ("; exact weights: dtype float32" if model.quantization != config.quantization else "")
+            + ("; exact weights: dtype float32" if rounded else "")
         ),
     )
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
+from pagemill.executor.attention_choice import cache_format, gpu_attention
 from pagemill.executor.backend import Backend, select_backend
 from pagemill.hub import resolve_model
 from pagemill.hub.private_files import make_folder
 from pagemill.hub.registry import cache_dir
-from pagemill.kvcache.kv_format import KVFormat, kv_format
+from pagemill.kvcache.kv_format import KVFormat
 from pagemill.kvcache.layer_groups import LayerGroups, add_remainders
 from pagemill.kvcache.layout import FrameShape
 from pagemill.kvcache.sizing import parse_memory
@@ -54,7 +56,8 @@ def load_share(
     check_compiled()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    backend = backend or select_backend(config.device, num_threads or config.num_threads)
+    fixed = backend is not None
+    backend = backend or select_backend(config.device, num_threads or config.num_threads, config.attention_backend)
     if sharding is not None and backend.device.type != "cpu":
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, but ranks exchange by gloo, on CPU only so far; "
@@ -63,6 +66,9 @@ def load_share(
         )
     settle_vector_math()
     packed = _packed_store(config)
+    attention = (
+        backend.attention if fixed or backend.device.type == "cpu" else partial(gpu_attention, config, backend.device)
+    )
     model = load_model(
         resolve_model(config.model),
         dtype=config.dtype,
@@ -70,15 +76,15 @@ def load_share(
         max_model_len=config.max_model_len,
         device=backend.device,
         ops=backend.ops,
-        attention=backend.attention,
+        attention=attention,
         decoder=backend.decoder,
         progress=progress,
         quantization=config.quantization,
         sharding=sharding,
         packed=packed,
     )
-    weights = str(model.dtype).removeprefix("torch.")
-    kv = kv_format(weights if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    backend = backend._replace(attention=model.decoder.attention)
+    kv = cache_format(config, model.dtype)
     _check_format(kv, model.spec.head_dim, backend)
     shape = frame_shape(model.decoder.spec, model.decoder.groups, config.block_size, kv)
     return Share(backend, model, kv, shape, packed)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pagemill import _kernels
 from pagemill.ops.interface import AllowedOutputs, LowRankRun
 from pagemill.ops.low_rank import LowRankPart, check_parts, pad_to_blocks
-from pagemill.ops.quantized import BLOCK, AffineWeight, QuantizedWeight, check_contiguous
+from pagemill.ops.quantized import BLOCK, AffineWeight, Float8Weight, QuantizedWeight, check_contiguous
 
 KERNEL_VERSION = 7
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
@@ -121,6 +121,7 @@ class CpuLowRank:
 
 class CpuOps:
     copies_weights = True
+    keeps_narrow = False
     widens_weights = True
 
     def __init__(self) -> None:
@@ -136,6 +137,9 @@ class CpuOps:
     def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> CpuLinear:
         packed = _kernels.Linear(weight.values, weight.scale, weight.low, bias, weight.bits)
         return CpuLinear(packed, tuple(weight.values.shape), torch.float32)
+
+    def pack_float8(self, weight: Float8Weight, bias: Tensor | None = None) -> CpuLinear:
+        return self.pack_linear(weight.dense(), bias)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> CpuLinear:
         columns = weight.values.shape[1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagemill.ops.low_rank import LowRankPart
-from pagemill.ops.quantized import AffineWeight, QuantizedWeight
+from pagemill.ops.quantized import AffineWeight, Float8Weight, QuantizedWeight
 
 
 class Linear(Protocol):
@@ -62,6 +62,8 @@ class Ops(Protocol):
     """True if the weight's memory may be written again once `pack_linear` returns."""
     multiplies_integers: bool
     """True if products of 8-bit integers are faster here than those of wider numbers."""
+    keeps_narrow: bool
+    """True if `pack_affine` and `pack_float8` keep weights as narrow as they are stored, for x of any dtype."""
     widens_weights: bool
     """True if a layer packed in bfloat16 or float16 gives float32 x the same bits as its weight in float32 would."""
 
@@ -73,10 +75,20 @@ class Ops(Protocol):
         """
 
     def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> Linear:
-        """Returns what `pack_linear` does for the weight that the integers stand for, bit for bit. bias: fp32."""
+        """Returns a layer of the float32 weight that the integers stand for, bit for bit. bias: fp32.
+
+        The CPU's outputs are, bit for bit, those of `pack_linear` for that weight. Where `keeps_narrow`, products are
+        exact, and sums in fp32, in another order.
+        """
+
+    def pack_float8(self, weight: Float8Weight, bias: Tensor | None = None) -> Linear:
+        """Returns what `pack_affine` does, for the weight that numbers of fp8 stand for."""
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Returns a layer that multiplies integers, to which it rounds each row of x. bias: fp32; dtype: of `rows`."""
+        """Returns a layer of a weight rounded to integers, for speed. bias: fp32; dtype: of `rows`.
+
+        It multiplies integers, to which it rounds each row of x, unless `keeps_narrow`: then x stays as it is.
+        """
 
     def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> LowRank:
         """Returns an addition to a layer of these sizes. Raises ValueError for parts that do not fit it."""

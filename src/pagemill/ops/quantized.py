@@ -1,8 +1,8 @@
-"""Holds weights as integers before they are packed, and computes with them in torch.
+"""Holds weights as narrow numbers before they are packed, and computes with them in torch.
 
-`AffineWeight` is exactly the float32 weight of a quantized file. `QuantizedWeight` is for products of integers, where
-both sides are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits at
-load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its
+`AffineWeight` and `Float8Weight` are exactly the float32 weight of a quantized file. `QuantizedWeight` is for products
+of integers, where both sides are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits
+at load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its
 largest if that is less, so that only outliers take more than 8 bits. 4-bit weights keep the file's integers in
 memory; the file's scale and minimum of each 32 become slope and offset in 1/256 of the group's scale, and the product
 is rounded to 8 bits when it is used.
@@ -56,6 +56,30 @@ class AffineWeight:
         """Returns the weight, float32 [rows, columns]."""
         values = self.values.view(*self.scale.shape, -1).float()
         return (values * self.scale.unsqueeze(-1) + self.low.unsqueeze(-1)).view(self.values.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """A float32 weight as scale * value, rounded once: values float8_e4m3fn [rows, columns], finite.
+
+    scale: float32 [rows, ceil(columns / group)], for `group` columns each. Raises ValueError unless both are contiguous
+    and of these shapes and dtypes.
+    """
+
+    values: Tensor
+    scale: Tensor
+    group: int
+
+    def __post_init__(self) -> None:
+        rows, columns = self.values.shape
+        check_contiguous("values", self.values, torch.float8_e4m3fn, (rows, columns))
+        check_contiguous("scale", self.scale, torch.float32, (rows, -(-columns // self.group)))
+
+    def dense(self) -> Tensor:
+        """Returns the weight, float32 [rows, columns]."""
+        columns = self.values.shape[1]
+        scales = self.scale if self.group >= columns else self.scale.repeat_interleave(self.group, dim=1)[:, :columns]
+        return self.values.float() * scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagemill.ops.interface import LowRankRun
+from pagemill.ops.interface import Linear, LowRank, LowRankRun
 from pagemill.ops.low_rank import LowRankPart, check_parts
-from pagemill.ops.quantized import AffineWeight, QuantizedWeight, quantized_linear
+from pagemill.ops.quantized import AffineWeight, Float8Weight, QuantizedWeight, quantized_linear
 
 
 class TorchLinear:
@@ -63,18 +63,22 @@ class TorchOps:
     name = f"torch-{torch.__version__}"
     copies_weights = False
     multiplies_integers = False
+    keeps_narrow = False
     widens_weights = False
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
 
-    def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> TorchLinear:
+    def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> Linear:
         return TorchLinear(weight.dense(), bias)
 
-    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> TorchQuantizedLinear:
+    def pack_float8(self, weight: Float8Weight, bias: Tensor | None = None) -> Linear:
+        return TorchLinear(weight.dense(), bias)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return TorchQuantizedLinear(weight, bias, dtype)
 
-    def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> TorchLowRank:
+    def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> LowRank:
         return TorchLowRank(parts, in_features, out_features)
 
     def add_low_rank(self, x: Tensor, y: Tensor, runs: Sequence[LowRankRun]) -> None:

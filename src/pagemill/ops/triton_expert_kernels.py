@@ -44,6 +44,29 @@ def route(
     tl.store(shares + place, share, taken != 0)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def arrange(assigned, order, begins, rows, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Sorts assignments by expert, those of one expert by number: writes order [rows] and begins [EXPERTS + 1], as
+    `multiply_experts` takes them.
+
+    grid [(rows + EXPERTS + 1) / BLOCK]. assigned: int32 [rows]. An assignment's place is the number of those before it,
+    and an expert's begin that of assignments of lower experts. Every program counts over all rows, CHUNK at a time:
+    work grows with their square, but a few thousand take one launch of microseconds.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = at < rows
+    expert = tl.where(is_row, tl.load(assigned + at, is_row, other=0), at - rows)[:, None]
+    number = tl.where(is_row, at, -1)[:, None]
+    before = tl.zeros([BLOCK], tl.int32)
+    for chunk in tl.range(0, rows, CHUNK):
+        others = chunk + tl.arange(0, CHUNK)
+        theirs = tl.load(assigned + others, others < rows, other=EXPERTS + 1)[None, :]
+        earlier = (theirs < expert) | ((theirs == expert) & (others[None, :] < number))
+        before += tl.sum(earlier.to(tl.int32), 1)
+    tl.store(order + before, at.to(tl.int64), is_row)
+    tl.store(begins + (at - rows), before, (at >= rows) & (at <= rows + EXPERTS))
+
+
 @triton.jit
 def multiply_experts(
     x, weight, output, order, begins, x_row,

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from pagemill.ops.interface import Linear
 from pagemill.ops.torch_ops import TorchLinear
-from pagemill.ops.triton_expert_kernels import combine, multiply_experts, route
+from pagemill.ops.triton_expert_kernels import arrange, combine, multiply_experts, route
 
+COUNTED = 8192
+"""Assignments that are sorted by counting at most; torch's sort takes several launches."""
 COMBINED = 1024
 """Elements of a token that a program combines."""
 
@@ -116,12 +118,26 @@ def apply_experts(
         route[(tokens,)](
             logits, assigned, shares, EXPERTS=experts, PLACES=places, CHOSEN=chosen, NORMALIZE=normalize, num_warps=1
         )
-        ascending, order = torch.sort(assigned, stable=True)
-        bounds = torch.arange(experts + 1, dtype=torch.int32, device=x.device)
-        begins = torch.searchsorted(ascending, bounds, out_int32=True)
+        order, begins = _sort(assigned, experts)
         multiply(x, gate_up, inner, gated=True)
         multiply(inner, down, parts, gated=False)
         combine[(tokens, triton.cdiv(hidden, COMBINED))](
             parts, shares, y, SIZE=hidden, CHOSEN=chosen, BLOCK=COMBINED, enable_fp_fusion=False
         )
     return y
+
+
+def _sort(assigned: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Returns the order of assignments by expert, int64, and where each expert's begin in it, int32 [experts + 1]."""
+    rows = len(assigned)
+    if rows > COUNTED:
+        ascending, order = torch.sort(assigned, stable=True)
+        bounds = torch.arange(experts + 1, dtype=torch.int32, device=assigned.device)
+        return order, torch.searchsorted(ascending, bounds, out_int32=True)
+    order = torch.empty(rows, dtype=torch.int64, device=assigned.device)
+    begins = torch.empty(experts + 1, dtype=torch.int32, device=assigned.device)
+    block = 32
+    arrange[(triton.cdiv(rows + experts + 1, block),)](
+        assigned, order, begins, rows, EXPERTS=experts, BLOCK=block, CHUNK=128
+    )
+    return order, begins

@@ -6,15 +6,19 @@ Nothing here waits for the device, and results have the sizes of inputs: a CUDA 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import triton
 from torch import Tensor
 
+from pagemill.ops.interface import LowRank, LowRankRun
+from pagemill.ops.low_rank import LowRankPart
 from pagemill.ops.quantized import check_contiguous
 from pagemill.ops.torch_ops import TorchOps
 from pagemill.ops.triton_kernels import gate, normalize, turn_heads
+from pagemill.ops.triton_low_rank import TritonLowRank
 
 KERNEL_VERSION = 1
 """Raised whenever the kernels' arithmetic changes: stored K/V of other bits must not be found."""
@@ -40,6 +44,15 @@ class TritonOps(TorchOps):
     def has_matrix_units(self, dtype: torch.dtype) -> bool:
         """Returns True if Triton's products of this dtype run in matrix units."""
         return self._major >= 8 and dtype != torch.float32
+
+    def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> LowRank:
+        return TritonLowRank(parts, in_features, out_features)
+
+    def add_low_rank(self, x: Tensor, y: Tensor, runs: Sequence[LowRankRun]) -> None:
+        for addition, tokens in runs:
+            if not isinstance(addition, TritonLowRank):
+                raise TypeError(f"{addition!r} must be packed by TritonOps")
+            addition.add(x, y, tokens, self.has_matrix_units(x.dtype))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns what `Ops.rms_norm` says. Raises ValueError for rows of over WIDEST elements."""

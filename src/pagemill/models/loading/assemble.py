@@ -22,7 +22,7 @@ from pagemill.models.names import WeightNames
 from pagemill.models.sharding import ShardedEmbedding, ShardedHead, Sharding
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Linear, Ops
-from pagemill.ops.quantized import GROUP, AffineWeight, QuantizedWeight, keep_int4, quantize_int8
+from pagemill.ops.quantized import GROUP, AffineWeight, Float8Weight, QuantizedWeight, keep_int4, quantize_int8
 
 _OWN_MAPPING_BYTES = 1 << 20
 _STAGING_BYTES = 16 << 20
@@ -192,8 +192,12 @@ class Assembler:
         offsets = None
         if bias:
             (offsets,) = kept(self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32))
-        bits = self._bits(parts)
-        if bits is None and (affine := self._kept_bits(parts)) is not None:
+        if self._keeps_narrow() and all(map(self.checkpoint.stores_float8, self._weights(parts))):
+            *numbers, group = self._float8(parts, rows, columns, unpair)
+            values, scale = (part.to(self.device) for part in kept(*numbers))
+            return self.ops.pack_float8(Float8Weight(values.view(torch.float8_e4m3fn), scale, group), offsets)
+        bits, affine = self._bits(parts), self._kept_bits(parts)
+        if affine is not None and (bits is None or self._keeps_narrow()):
             values, scale, low = (part.to(self.device) for part in kept(*self._integers(parts, rows, columns, unpair)))
             return self.ops.pack_affine(AffineWeight(values, scale, low, affine), offsets)
         if bits is None:
@@ -205,6 +209,10 @@ class Assembler:
             (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._stored(parts)))
             quantized = quantize_pieces(weight)
         return self.ops.pack_quantized(quantized, offsets, self.dtype)
+
+    def _keeps_narrow(self) -> bool:
+        """Returns True if weights stay as narrow as they are stored, in a model of any dtype."""
+        return self.ops.keeps_narrow and self.quantization != "int8"
 
     def _held(self, parts: Sequence[str]) -> torch.dtype:
         """Returns the dtype in which a joined matrix that is not quantized is held.
@@ -227,11 +235,11 @@ class Assembler:
         return _bits_for({self.checkpoint.stored_bits(name) for name in self._weights(parts)})
 
     def _kept_bits(self, parts: Sequence[str]) -> int | None:
-        """Returns the bits, 4 or 8, in which a float32 model can hold a joined matrix without loss; None: in none.
+        """Returns the bits, 4 or 8, in which a joined matrix can be held without loss; None: in none.
 
-        It can if all parts are stored in integers.
+        It can if all parts are stored in integers, in a float32 model, or in any whose operators keep what is narrow.
         """
-        if self.dtype != torch.float32:
+        if self.dtype != torch.float32 and not self._keeps_narrow():
             return None
         return _bits_for({self.checkpoint.affine_bits(name) for name in self._weights(parts)})
 
@@ -246,23 +254,49 @@ class Assembler:
 
         If one part has a scale for each 16 columns, all have.
         """
-        if len(parts) == 1:
-            rows = (sum(rows),)
-        joined: list[tuple[Tensor, ...]] = []
-        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
-            name = f"{part}.weight"
-            self._expect(name, (count, columns))
-            read = self.checkpoint.read_affine(name)
-            self._check_finite(name, torch.cat(read[1:]))
-            self._count(name)
-            joined.append(tuple(_unpaired(each, unpair[index]) if index < len(unpair) else each for each in read))
-        values, scales, lows = zip(*joined, strict=True)
+        values, scales, lows = self._narrow(parts, rows, columns, unpair, self.checkpoint.read_affine)
         most = max(scale.shape[1] for scale in scales)
         scale, low = (
             torch.cat([each.repeat_interleave(most // each.shape[1], dim=1) for each in part])
             for part in (scales, lows)
         )
         return torch.cat(values) if len(values) > 1 else values[0], scale, low
+
+    def _float8(
+        self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, int]:
+        """Returns the joined parts in fp8: values as uint8, scale and columns of a scale, as `read_float8` does."""
+        groups = set()
+
+        def read(name: str) -> tuple[Tensor, Tensor]:
+            weight = self.checkpoint.read_float8(name)
+            groups.add(weight.group)
+            return weight.values.view(torch.uint8), weight.scale
+
+        values, scales = self._narrow(parts, rows, columns, unpair, read)
+        (group,) = groups
+        return torch.cat(values), torch.cat(scales), group
+
+    def _narrow(
+        self,
+        parts: Sequence[str],
+        rows: tuple[int, ...],
+        columns: int,
+        unpair: tuple[int, ...],
+        read: Callable[[str], tuple[Tensor, ...]],
+    ) -> list[tuple[Tensor, ...]]:
+        """Returns what `read` reads of each part, values first: all parts' values, all parts' scales, and so on."""
+        if len(parts) == 1:
+            rows = (sum(rows),)
+        joined: list[tuple[Tensor, ...]] = []
+        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
+            name = f"{part}.weight"
+            self._expect(name, (count, columns))
+            found = read(name)
+            self._check_finite(name, torch.cat(found[1:]))
+            self._count(name)
+            joined.append(tuple(_unpaired(each, unpair[index]) if index < len(unpair) else each for each in found))
+        return [*zip(*joined, strict=True)]
 
     def _matrix(
         self,

@@ -28,6 +28,7 @@ from pagemill.errors import CorruptWeightsError, ModelNotFoundError, UnknownArgu
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
+from pagemill.ops.quantized import Float8Weight
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that are numbers and nothing else, as files name them."""
@@ -54,7 +55,7 @@ class Checkpoint:
 
     config:    normalised configuration, `hf_overrides` applied (families.ModelConfig takes it).
     names:     where the weights are; None: as the family says.
-    quantization: how some weights are stored in integers ("gguf", "gptq", "awq"); None: none are.
+    quantization: how some weights are stored, in integers ("gguf", "gptq", "awq") or in "fp8"; None: none are.
     readable:  dtypes that `read_into` converts.
     """
 
@@ -92,6 +93,14 @@ class Checkpoint:
         The weight is scale * value + low, where scale * value is exact.
         """
         raise TypeError(f"tensor {name!r} is not quantized")
+
+    def stores_float8(self, name: str) -> bool:
+        """Returns True for a weight in fp8, which `read_float8` reads."""
+        return False
+
+    def read_float8(self, name: str) -> Float8Weight:
+        """Returns a weight in fp8 with its scales."""
+        raise TypeError(f"tensor {name!r} is not stored in fp8")
 
     def adds_nothing(self, name: str) -> bool:
         """Returns True for a tensor that may be left out, since its numbers change nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,15 @@ class LoadedModel:
     names: WeightNames
 
 
+AttentionChoice = Callable[[DecoderSpec, torch.dtype], AttentionBackend]
+"""Chooses the attention for a rank's part of a model and the dtype of its weights."""
+
+
 def load_model(
     path: str | Path,
     *,
     ops: Ops,
-    attention: AttentionBackend,
+    attention: AttentionBackend | AttentionChoice,
     decoder: DecoderMaker = Decoder,
     dtype: str = "auto",
     hf_overrides: Mapping[str, Any] | None = None,
@@ -75,13 +79,14 @@ def load_model(
 ) -> LoadedModel:
     """Loads a folder in Hugging Face's form or a GGUF file.
 
+    attention:     a choice is asked before weights are read, and may raise ConfigError.
     decoder:       makes the decoder that runs the layers, on `ops` and `attention`.
     hf_overrides:  replaces settings of the model's configuration, by transformers' names.
     max_model_len: longest context to prepare for; None: all that the model declares.
     progress:      called with (done, total) bytes as tensors are read.
-    quantization:  how linear layers are held: "int8", or in the checkpoint's own integers ("gguf", "gptq", "awq").
-                   None: in dtype, but in the checkpoint's integers with dtype "auto", where the operators multiply
-                   integers faster.
+    quantization:  how linear layers are held: "int8", or in the checkpoint's own integers ("gguf", "gptq", "awq") or
+                   "fp8". None: in dtype, but as the checkpoint has them where the operators keep what is narrow, and
+                   with dtype "auto", where they multiply integers faster.
     sharding:      what the decoder holds of the model; None for all of it.
     packed:        where weights that were packed for the CPU lie, or are laid; None: they are packed anew.
     Raises ModelNotFoundError, ModelConfigError, UnsupportedModelError, CorruptWeightsError, ConfigError (dtype,
@@ -91,8 +96,13 @@ def load_model(
     checkpoint = open_checkpoint(Path(path).expanduser(), hf_overrides or {})
     config = checkpoint.config
     own = checkpoint.quantization
-    if quantization is None and dtype == "auto" and ops.multiplies_integers:
+    if quantization is None and (ops.keeps_narrow or (dtype == "auto" and ops.multiplies_integers and own != "fp8")):
         quantization = own
+    if quantization == "fp8" == own and not ops.keeps_narrow:
+        raise ConfigError(
+            "quantization is 'fp8', but weights stay in fp8 on NVIDIA GPUs only; leave it out: they are widened here",
+            param="quantization",
+        )
     if quantization not in (None, "int8", own):
         raise ConfigError(
             f"quantization is {quantization!r}, but the weights of {path} are {own or 'not quantized'}; use "
@@ -106,10 +116,13 @@ def load_model(
     chosen = resolve_dtype(
         dtype,
         checkpoint.float_dtypes(),
-        quantized=own is not None,
+        quantized=own is not None and not (own == "fp8" and device.type == "cpu"),
         on_integers=quantization is not None,
         device=device,
     )
+    part = spec if sharding is None else sharding.spec(spec)
+    if callable(attention):
+        attention = attention(part, chosen)
     mark = fingerprint(checkpoint, spec, chosen)
 
     def assemble(keep: Keep) -> DecoderWeights:
@@ -126,9 +139,8 @@ def load_model(
             weights = assemble(Nothing())
         else:
             weights = packed.load(packed_key(checkpoint, mark, ops.name, chosen, quantization, sharding), assemble)
-    ready = decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen)
     return LoadedModel(
-        decoder=ready,
+        decoder=decoder(part, weights, ops, attention, chosen),
         spec=spec,
         dtype=chosen,
         quantization=quantization,
@@ -178,8 +190,8 @@ def resolve_dtype(
 
     requested: "auto", "float32", "bfloat16" or "float16".
     stored:    bytes of the checkpoint by dtype; auto takes the most frequent if the device has instructions for it.
-    quantized: True for a file of integers. Their values fit no 16-bit format exactly: auto takes float32 on CPU, and
-               elsewhere 16 bits, which are faster there.
+    quantized: True for a file of integers, and on GPUs of fp8. Their values fit no 16-bit format exactly: auto takes
+               float32 on CPU, and elsewhere 16 bits, which are faster there.
     on_integers: True if weights stay integers: auto takes bfloat16 beside them if the device has instructions for it.
     """
     if requested != "auto":

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pagemill.errors import CorruptWeightsError, UnsupportedModelError
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, TensorInfo, apply_overrides
+from pagemill.models.loading.float8_folder import METHODS, Float8Folder, float8_block
 from pagemill.models.loading.hf_folder import HuggingFaceFolder, read_json
 from pagemill.ops.quantized import BLOCK
 
@@ -187,7 +188,10 @@ def open_folder(path: Path, overrides: Mapping[str, Any]) -> HuggingFaceFolder:
     stored = apply_overrides(read_json(path / "config.json"), overrides).get("quantization_config")
     if not stored:
         return HuggingFaceFolder(path, overrides)
-    return QuantizedFolder(path, overrides, _packing(path / "config.json", stored))
+    config = path / "config.json"
+    if isinstance(stored, dict) and stored.get("quant_method") in METHODS:
+        return Float8Folder(path, overrides, float8_block(config, stored))
+    return QuantizedFolder(path, overrides, _packing(config, stored))
 
 
 def _packing(path: Path, stored: Any) -> Packing:
@@ -205,8 +209,8 @@ def _packing(path: Path, stored: Any) -> Packing:
         raise UnsupportedModelError(
             f"{path} says that the weights are quantized by {method!r} in {bits} bits, groups of {group_size}, form "
             f"{form!r}{''.join(f', {name} {stored[name]}' for name in unlike)}; supported are gptq (4 or 8 bits, gptq "
-            f"or gptq_v2, all layers alike) and awq (4 bits, gemm, with zero points); use one of these, the original "
-            f"weights, or a GGUF file",
+            f"or gptq_v2, all layers alike), awq (4 bits, gemm, with zero points), fp8 and compressed-tensors (fp8 "
+            f"weights); use one of these, the original weights, or a GGUF file",
             param="quantization_config",
         )
     return Packing(str(method), bits, group_size, zero_offset=int(method == "gptq" and form == "gptq"))

@@ -1,0 +1,92 @@
+"""Selection of the attention on a GPU: what was asked for, or the fastest of what takes the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from pagemill.attention.flash_attn_backend import FlashAttention, FlashAttnLibrary, flash_attn_libraries
+from pagemill.attention.interface import AttentionBackend
+from pagemill.attention.support import AttentionNeeds, Support
+from pagemill.attention.torch_backend import TorchAttention
+from pagemill.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+TRITON_SUPPORT = Support(kv_formats=("float32", "float16", "bfloat16", "int8"), least_capability=(7, 5))
+TORCH_SUPPORT = Support()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Names a backend, what it takes, and how it is made. missing: what to install, where it is not there."""
+
+    name: str
+    support: Support
+    make: Callable[[], AttentionBackend]
+    missing: str | None = None
+
+    def refusal(self, needs: AttentionNeeds) -> str | None:
+        """Returns why it cannot be used, with the way out."""
+        return self.missing or self.support.refusal(needs)
+
+
+Measure = Callable[[Mapping[str, AttentionBackend]], str]
+"""Returns the name of the fastest."""
+
+
+def candidates(needs: AttentionNeeds) -> list[Candidate]:
+    """Returns all backends for a GPU, in the order in which they are taken without a measurement."""
+    capability = needs.capability
+    has_triton = importlib.util.find_spec("triton") is not None
+
+    def rest() -> AttentionBackend:
+        if capability is None or not has_triton or TRITON_SUPPORT.refusal(needs) is not None:
+            return TorchAttention()
+        from pagemill.attention.triton_backend import TritonAttention  # imports triton
+
+        return TritonAttention(capability)
+
+    def flash_attention(library: FlashAttnLibrary) -> AttentionBackend:
+        return FlashAttention(library, rest())
+
+    found = [Candidate("triton", TRITON_SUPPORT, rest, None if has_triton else "triton is missing; install triton")]
+    libraries = [] if capability is None else flash_attn_libraries()
+    found.extend(Candidate("flash_attn", each.support, partial(flash_attention, each)) for each in libraries)
+    if not libraries:
+        missing = (
+            "it needs an NVIDIA GPU; use device 'cuda'"
+            if capability is None
+            else ("flash-attn is missing; install pagemill[flash-attn]")
+        )
+        found.append(Candidate("flash_attn", Support(), TorchAttention, missing))
+    found.append(Candidate("torch", TORCH_SUPPORT, TorchAttention))
+    return found
+
+
+def choose_attention(name: str, needs: AttentionNeeds, among: list[Candidate], measure: Measure) -> AttentionBackend:
+    """Returns the backend of this name; for "auto", the fastest by `measure` of those that take the model, of which
+    plain torch's is the last resort.
+
+    Raises ConfigError, with the reason and the way out, where none of this name takes it.
+    """
+    if name == "auto":
+        fit = {each.name: each for each in reversed(among) if each.name != "torch" and each.refusal(needs) is None}
+        if not fit:
+            reasons = "; ".join(f"{each.name}: {each.refusal(needs)}" for each in among if each.name != "torch")
+            logger.warning("attention runs in plain torch, far slower (%s)", reasons)
+            return TorchAttention()
+        made = {each.name: each.make() for each in reversed(fit.values())}
+        return made[next(iter(made)) if len(made) == 1 else measure(made)]
+    of_name = [each for each in among if each.name == name]
+    for candidate in of_name:
+        if candidate.refusal(needs) is None:
+            return candidate.make()
+    reasons = "; or ".join(dict.fromkeys(str(each.refusal(needs)) for each in of_name))
+    raise ConfigError(
+        f"attention_backend {name!r} cannot be used: {reasons}; or use attention_backend 'auto'",
+        param="attention_backend",
+    )
