@@ -29,7 +29,8 @@ from pagemill.executor.staging import Array, Place, Ring, Slot
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
-from pagemill.sampling.on_device import DeviceChoices, choose_on_device
+from pagemill.sampling.kernels import DeviceChoices
+from pagemill.sampling.torch_kernels import TorchSamplingKernels
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 
@@ -37,6 +38,7 @@ class Shape(NamedTuple):
     """States what a step's work depends on beside its arrays.
 
     picks: whether samples are not of all query tokens, in order. draws: whether some do not take the argmax.
+    truncates: whether some of those leave tokens out.
     """
 
     tokens: int
@@ -45,6 +47,7 @@ class Shape(NamedTuple):
     samples: int
     picks: bool
     draws: bool
+    truncates: bool
 
 
 class Flight:
@@ -81,6 +84,8 @@ class GpuExecutor(LocalExecutor):
         super().__init__(
             decoder, backend, replace(facts, overlaps=True), shape, max_num_seqs, tokenizer_json, adapters, draft
         )
+        assert isinstance(backend.sampling, TorchSamplingKernels), "only these choose on the device"
+        self._sampling = backend.sampling
         self._accelerator = device
         self._there = DeviceRows(self.rows, device.where)
         self._edits = Edits(self.rows)
@@ -132,7 +137,7 @@ class GpuExecutor(LocalExecutor):
             self.draft is None
             and not (len(plan.draft_tokens) or len(plan.prompt_logprobs) or len(plan.pooled))
             and not self.rows.adapter_numbers[plan.rows].any()
-            and self.sampler.samples_on_device(plan.sample_to)
+            and self.sampler.samples_on_device(plan.sample_to, truncated=self._sampling.truncates_on_device)
         )
 
     def _run_here(self, plan: StepPlan) -> StepResult:
@@ -161,6 +166,7 @@ class GpuExecutor(LocalExecutor):
             samples=len(rows),
             picks=plan.forks or len(rows) < query_start[-1],
             draws=bool(choices.temperature.any()),
+            truncates=choices.truncate,
         )
         arrays: list[Array] = [
             plan.rows,
@@ -201,7 +207,9 @@ class GpuExecutor(LocalExecutor):
         if not shape.samples:
             return rows[:0]
         logits = self.decoder.logits(hidden[last] if shape.picks else hidden)
-        tokens = choose_on_device(logits, DeviceChoices(*choices) if shape.draws else None)
+        tokens = self._sampling.choose_on_device(
+            logits, DeviceChoices(*choices) if shape.draws else None, truncate=shape.truncates
+        )
         self._there.write(written, tokens)
         return tokens
 
