@@ -1,25 +1,21 @@
-"""Compiles the sampling kernels as `TritonSamplingKernels` launches them, as `attention/compile_for_gpus.py` does those
-of attention:
+"""Compiles the sampling kernels as `TritonSamplingKernels` launches them (see `gpu_compiler.py`):
 
-    python tests/sampling/compile_for_gpus.py [CAPABILITY ...]
+python tests/sampling/compile_for_gpus.py [CAPABILITY ...]
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from attention import compile_for_gpus as compiler
+import gpu_compiler
 from pagemill.sampling.kernels import DeviceChoices
 from pagemill.sampling.triton_sampling import TritonSamplingKernels
 
@@ -56,9 +52,4 @@ def launch(capability: int, case: Case) -> None:
 
 
 if __name__ == "__main__":
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
-        mock.patch.multiple(compiler, FEW=FEW, usual_cases=usual_cases, launch=launch),
-    ):
-        sys.exit(compiler.main([int(argument) for argument in sys.argv[1:]]))
+    gpu_compiler.main(FEW, usual_cases, launch)
