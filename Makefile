@@ -72,7 +72,8 @@ test-gpu: $(BUILT)  ## Compile the GPU kernels in the usual configurations and r
 	@$(BIN)/python tests/attention/compile_for_gpus.py 75 80 90 100 120
 	@$(BIN)/python tests/ops/compile_quantized_for_gpus.py 75 80 90 100 120
 	@$(BIN)/python tests/ops/compile_for_gpus.py 75 80 90 100 120
-	@exec $(BIN)/python -m pytest tests/attention tests/ops tests/parity -k "triton or gpu" $(PYTEST_ARGS)
+	@$(BIN)/python tests/sampling/compile_for_gpus.py 75 80 90 100 120
+	@exec $(BIN)/python -m pytest tests/attention tests/ops tests/sampling tests/parity -k "triton or gpu" $(PYTEST_ARGS)
 
 test-minimum: wheel  ## Run tests of the HTTP server with the oldest versions that pyproject.toml allows of what it stands on (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
@@ -90,10 +91,11 @@ test-ray: $(BUILT)  ## Install Ray, then serve replicas, kill each kind of proce
 test-faults: $(BUILT)  ## Draw 3000 schedules of faults between a front end and its replicas, in simulated time (settings: SCHEDULES, PYTEST_ARGS)
 	@PAGEMILL_FAULT_SCHEDULES=$(SCHEDULES) exec $(BIN)/python -m pytest tests/distributed/test_fault_schedules.py --timeout 0 $(PYTEST_ARGS)
 
-bench-gpu: $(BUILT)  ## Measure attention (settings: BENCH_ARGS), other operators, products with quantized weights and whole decode steps on this machine's NVIDIA GPU
+bench-gpu: $(BUILT)  ## Measure attention (settings: BENCH_ARGS), other operators, sampling, products with quantized weights and whole decode steps on this machine's NVIDIA GPU
 	@$(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)
 	@$(BIN)/python -m benchmarks.gpu_ops
 	@$(BIN)/python -m benchmarks.gpu_weights
+	@$(BIN)/python -m benchmarks.gpu_sampling
 	@$(BIN)/python -m benchmarks.gpu_decode
 
 build: $(BUILT)  ## Make .venv, install the pinned dependencies, build the kernels

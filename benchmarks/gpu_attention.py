@@ -1,13 +1,13 @@
 """Times Triton's paged attention on a GPU beside what the GPU can do: bytes per second of a copy, FLOP per second of a
 bf16 matrix product, and torch's own attention over contiguous keys and values.
 
-    python -m benchmarks.gpu_attention [--quick] [--cache bfloat16|int8] [--heads 32] [--kv-heads 8] [--head-dim 128]
-                                       [--json FILE]
+    python -m benchmarks.gpu_attention [--quick] [--caches all|bfloat16,int4_mixed,...] [--heads 32] [--kv-heads 8]
+                                       [--head-dim 128] [--json FILE]
 
-Blocks of 16 lie scattered over a pool; cases whose keys and values take more than half of the free memory are left
-out. Times are medians of a second's runs by `triton.testing.do_bench`, which empties the L2 cache before each. A decode
-step's share of the copy's speed counts the bytes of K and V once; the copy's speed counts what is read and what is
-written.
+Every KV format has a table of its own. Blocks of 16 lie scattered over a pool; cases whose keys and values take more
+than half of the free memory are left out. Times are medians of a second's runs by `triton.testing.do_bench`, which
+empties the L2 cache before each. A decode step's share of the copy's speed counts the bytes of K and V once, with
+scales and the remainders of a row's latest tokens; the copy's speed counts what is read and what is written.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch, LayerCache
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.kv_format import KVFormat, kv_format
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layout import FrameShape, block_major
 
+DEVICE = "cuda"
+FORMATS = ("bfloat16", "int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4", "int4_mixed")
 BLOCK_SIZE = 16
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 131072)
 DECODE = [(batch, context) for batch in (1, 8, 32, 128, 256) for context in CONTEXTS]
@@ -44,13 +50,16 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    cached: torch.dtype
+    format: KVFormat
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's K and V, scales included."""
-        scale = 4 if self.cached == torch.int8 else 0
-        return 2 * self.kv_heads * (self.head_dim * self.cached.itemsize + scale)
+        return self.format.slot_bytes(self.kv_heads, self.head_dim, self.head_dim)
+
+    def row_bytes(self, context: int) -> int:
+        """Bytes that a decode step reads of a row: K and V, and the remainders of the latest tokens."""
+        return (context + min(context, self.format.precise)) * self.token_bytes
 
 
 @dataclass(frozen=True)
@@ -72,35 +81,45 @@ def median_ms(run: Callable[[], object]) -> float:
 
 
 def measure_ceilings() -> Ceilings:
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     copy = median_ms(lambda: target.copy_(source))
-    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     product = median_ms(lambda: a @ b)
     return Ceilings(2e3 * COPY_BYTES / copy, 2e3 * GEMM_SIZE**3 / product)
 
 
 def make_cache(shape: Shape, frames: int) -> LayerCache:
-    """Makes frames as the block-major layout has them, of random keys and values."""
-    blocks = torch.empty(frames, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=shape.cached, device="cuda")
-    if shape.cached == torch.int8:
-        blocks.random_(-127, 128)
-        scales = torch.rand(2, frames, shape.kv_heads, BLOCK_SIZE, device="cuda") / 64
-        return LayerCache(blocks[:, 0], blocks[:, 1], scales[0], scales[1])
-    blocks.normal_()
-    return LayerCache(blocks[:, 0], blocks[:, 1])
+    """Makes a pool's only layer, of random keys and values."""
+    groups, head_dim = group_layers([None]), shape.head_dim
+    frame = FrameShape(groups, shape.kv_heads, BLOCK_SIZE, head_dim, head_dim, shape.format)
+    cache = DevicePool(frames, frame, DEVICE, block_major).layer(0)
+    for elements in (cache.key, cache.value):
+        if elements.itemsize > 1:
+            elements.normal_()
+        else:
+            elements.view(torch.uint8).random_(0, 112)  # in 8-bit floating point all of them are finite
+    for scales in (cache.key_scale, cache.value_scale):
+        if scales is not None and scales.dtype == torch.int32:
+            scales.fill_(0x3D80BF00)  # a scale of 1/16 and a low of -1/2
+        elif scales is not None:
+            scales.fill_(1 / 64)
+    return cache
 
 
-def make_batch(rows: int, queries: int, context: int, frames: int) -> AttentionBatch:
-    """Makes `rows` rows of one length, whose blocks lie anywhere among the frames."""
+def make_batch(shape: Shape, rows: int, queries: int, context: int, frames: int) -> AttentionBatch:
+    """Makes `rows` rows of one length, whose blocks lie anywhere among the frames; remainders lie in the same ones."""
     entries = -(-context // BLOCK_SIZE)
-    tables = torch.randperm(frames, device="cuda", dtype=torch.int32)[: rows * entries].view(rows, entries)
-    positions = torch.arange(context - queries, context, device="cuda").repeat(rows)
+    tables = torch.randperm(frames, device=DEVICE, dtype=torch.int32)[: rows * entries].view(rows, entries)
+    positions = torch.arange(context - queries, context, device=DEVICE).repeat(rows)
+    group = GroupBatch(tables, torch.full((rows * queries,), -1, device=DEVICE))
+    if shape.format.precise:
+        group = replace(group, remainders=GroupBatch(tables.flip(1), group.slots), precise=shape.format.precise)
     return AttentionBatch(
-        query_start=torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device="cuda"),
-        context_lens=torch.full((rows,), context, dtype=torch.int32, device="cuda"),
+        query_start=torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device=DEVICE),
+        context_lens=torch.full((rows,), context, dtype=torch.int32, device=DEVICE),
         positions=positions,
-        groups=(GroupBatch(tables, torch.full((rows * queries,), -1, device="cuda")),),
+        groups=(group,),
         max_query_len=queries,
         max_context_len=context,
     )
@@ -112,7 +131,7 @@ def sdpa_ms(shape: Shape, rows: int, queries: int, context: int) -> float | None
         return None
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
-        return torch.randn(rows, heads, tokens, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(rows, heads, tokens, shape.head_dim, device=DEVICE, dtype=torch.bfloat16)
 
     query, key, value = draw(shape.heads, queries), draw(shape.kv_heads, context), draw(shape.kv_heads, context)
     return median_ms(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, enable_gqa=True))
@@ -130,16 +149,16 @@ def run(shape: Shape, ceilings: Ceilings, decode: list[tuple[int, int]], prefill
     ]
     if not cases:
         raise SystemExit(f"half of the GPU's free memory holds {room} tokens, and no case has so few; free some memory")
-    frames = max(rows * context for _, rows, _, context in cases) // BLOCK_SIZE
+    frames = max(rows * -(-context // BLOCK_SIZE) for _, rows, _, context in cases)
     cache = make_cache(shape, frames)
     scale = shape.head_dim**-0.5
     results = []
     for name, rows, queries, context in cases:
-        batch = make_batch(rows, queries, context, frames)
-        query = torch.randn(rows * queries, shape.heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+        batch = make_batch(shape, rows, queries, context, frames)
+        query = torch.randn(rows * queries, shape.heads, shape.head_dim, device=DEVICE, dtype=torch.bfloat16)
         ms = median_ms(lambda query=query, batch=batch: attention.attend(query, cache, batch, 0, scale=scale))
         if name == "decode":
-            share = rows * context * shape.token_bytes / ms * 1e3 / ceilings.copy_bytes_per_s
+            share = rows * shape.row_bytes(context) / ms * 1e3 / ceilings.copy_bytes_per_s
         else:
             share = 2 * context * (context + 1) * shape.heads * shape.head_dim / ms * 1e3 / ceilings.gemm_flop_per_s
         results.append(Result(name, rows, context, ms, share, sdpa_ms(shape, rows, queries, context)))
@@ -157,7 +176,7 @@ def table(results: list[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="every second case")
-    parser.add_argument("--cache", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument("--caches", default="all", help="KV formats, commas between them (default: all)")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -167,13 +186,17 @@ def main() -> None:
         parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
     step = 2 if options.quick else 1
     ceilings = measure_ceilings()
-    shape = Shape(options.heads, options.kv_heads, options.head_dim, getattr(torch, options.cache))
-    results = run(shape, ceilings, DECODE[::step], PREFILL[::step])
     copies, products = ceilings.copy_bytes_per_s / 1e12, ceilings.gemm_flop_per_s / 1e12
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.cache} cache, ", end="")
-    print(f"copies {copies:.2f} TB/s, bf16 products {products:.0f} TFLOP/s\n\n{table(results)}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
+    print(f"copies {copies:.2f} TB/s, bf16 products {products:.0f} TFLOP/s")
+    results = {}
+    for name in FORMATS if options.caches == "all" else options.caches.split(","):
+        shape = Shape(options.heads, options.kv_heads, options.head_dim, kv_format(name))
+        results[name] = run(shape, ceilings, DECODE[::step], PREFILL[::step])
+        print(f"\n{name}: {shape.token_bytes} bytes per token\n\n{table(results[name])}", flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "results": [asdict(r) for r in results]}))
+        by_format = {name: [asdict(result) for result in of_format] for name, of_format in results.items()}
+        options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "results": by_format}))
 
 
 if __name__ == "__main__":

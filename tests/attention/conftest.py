@@ -49,7 +49,6 @@ INTERPRETED = {
     ],
     "test_attention_over_what_is_stored": [
         "-int8/int4-query_dtype1-shape1",
-        "-int4-query_dtype0-shape2",
         "-int4_mixed-query_dtype0-shape4",
         "-int4_mixed-query_dtype1-shape3",
         "-fp8_e4m3-query_dtype1-shape2",

@@ -80,8 +80,9 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_auto_takes_torch_only_as_the_last_resort(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(chosen("auto", replace(H100, kv_format="int4")), TorchAttention)
-    assert "not in int4" in caplog.text
+    assert type(chosen("auto", replace(H100, kv_format="int4"))).__name__ == "TritonAttention"
+    assert isinstance(chosen("auto", replace(H100, capability=(7, 0))), TorchAttention)
+    assert "capability 7.5, and this GPU has 7.0" in caplog.text
     assert type(chosen("auto", H100, "triton")).__name__ == "TritonAttention"
     assert isinstance(chosen("torch", H100), TorchAttention)
     for support in (FA2_SUPPORT, FA3_SUPPORT):

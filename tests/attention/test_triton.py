@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +18,7 @@ pytest.importorskip("triton")
 from elsewhere import Elsewhere
 from paged_case import PagedCase
 
+from gpu_compiler import compiled_by
 from interpreter import CAPABILITY, DEVICE, multiply_rows_alike
 from pagemill.attention import triton_backend
 from pagemill.attention.interface import GroupBatch
@@ -48,10 +46,19 @@ def attend(
 
 
 @pytest.mark.usefixtures("equal_rows")
-@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"window": 100})])
-def test_a_row_keeps_its_bits_in_any_batch(backend: Elsewhere, dtype: torch.dtype, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "query_dtype", "options"),
+    [
+        (torch.float32, torch.float32, {}),
+        (torch.bfloat16, torch.bfloat16, {"window": 100}),
+        ("int4_mixed", torch.bfloat16, {}),
+    ],
+)
+def test_a_row_keeps_its_bits_in_any_batch(
+    backend: Elsewhere, dtype: torch.dtype | str, query_dtype: torch.dtype, options: dict[str, object]
+) -> None:
     rows = [(600, 1), (300, 3), (70, 40), (5, 5), (1, 1)]
-    case = PagedCase(rows, heads=6, dtype=dtype, query_dtype=dtype, layout=block_major, seed=31)
+    case = PagedCase(rows, heads=6, dtype=dtype, query_dtype=query_dtype, layout=block_major, seed=31)
     case.write_all(backend)
     everything = [(row, 0, length) for row, (_, length) in enumerate(rows)]
     together = attend(backend, case, everything, **options)
@@ -210,12 +217,8 @@ def test_what_cannot_be_attended_is_refused() -> None:
 
 
 def test_kernels_compile_for_every_gpu_and_fit() -> None:
-    script = Path(__file__).with_name("compile_for_gpus.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    compiled = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert all(stack == "0" for _, kernel, _, stack, *_ in compiled if kernel != "attend"), done.stdout
+    compiled = compiled_by(Path(__file__).with_name("compile_for_gpus.py"))
+    assert all(stack == "0" for _, kernel, _, stack, _ in compiled if kernel != "attend"), compiled
     kernels = ["write_tokens", "attend", "attend_in_chunks", "merge_chunks"]
     of_four_bits = ["write_tokens", "rotate_queries", *kernels[1:]]
     assert [line[:2] for line in compiled] == [

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from benchmarks.gpu_attention import Ceilings
 from benchmarks.random_engine import engine_step_ms
 
-from benchmarks import gpu_decode, gpu_ops, random_engine
+from benchmarks import gpu_decode, gpu_ops, gpu_sampling, random_engine
 from pagemill.attention.triton_backend import TritonAttention
 from pagemill.executor.backend import torch_backend
 from pagemill.executor.device import CudaDevice
@@ -48,6 +48,16 @@ def test_operators() -> None:
     torch.testing.assert_close(clock.results[0], clock.results[1])
     assert gpu_ops.table(results).count("\n") == 13
     assert "| experts | 3 | 2000.0 |" in gpu_ops.table(results)
+
+
+def test_sampling() -> None:
+    clock = Clock()
+    results = gpu_sampling.run([1, 2], 1e9, clock, vocab=90, device=DEVICE)
+    assert [(at.name, at.rows) for at in results] == [(name, rows) for rows in (1, 2) for name in gpu_sampling.LIMITS]
+    assert all(0 <= token < 90 for tokens in clock.results for token in tokens.tolist())
+    assert clock.results[10].tolist() == clock.results[11].tolist(), "the argmax"
+    assert results[0].share == pytest.approx(90 * 4 / 1e9 / 2e-3)
+    assert "| both | 2 | 2000.0 |" in gpu_sampling.table(results)
 
 
 def test_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from pagemill.executor.share import load_share
 from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.torch_ops import TorchOps
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
-from pagemill.sampling.torch_kernels import TorchSamplingKernels
 
 
 def test_each_device_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +34,9 @@ def test_each_device_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "triton", "kernels"),
     [
-        ((7, 5), True, ["TritonQuantizedOps", "TritonAttention", "GpuDecoder"]),
-        ((7, 0), True, ["TorchOps", "TorchAttention", "Decoder"]),
-        ((9, 0), False, ["TorchOps", "TorchAttention", "Decoder"]),
+        ((7, 5), True, ["TritonQuantizedOps", "TritonAttention", "GpuDecoder", "TritonSamplingKernels"]),
+        ((7, 0), True, ["TorchOps", "TorchAttention", "Decoder", "TorchSamplingKernels"]),
+        ((9, 0), False, ["TorchOps", "TorchAttention", "Decoder", "TorchSamplingKernels"]),
     ],
 )
 def test_gpus_get_the_kernels_that_they_can_run(
@@ -52,9 +51,8 @@ def test_gpus_get_the_kernels_that_they_can_run(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu = select_backend(name)
     assert on_gpu.device == torch.device("cuda")
-    ops, attention, decoder = type(on_gpu.ops), type(on_gpu.attention), on_gpu.decoder
-    assert [kind.__name__ for kind in (ops, attention, decoder)] == kernels
-    assert isinstance(on_gpu.sampling, TorchSamplingKernels)
+    ops, attention, sampling = type(on_gpu.ops), type(on_gpu.attention), type(on_gpu.sampling)
+    assert [kind.__name__ for kind in (ops, attention, on_gpu.decoder, sampling)] == kernels
 
 
 def test_gpus_of_rocm_get_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +16,7 @@ from pagemill.errors import KVMemoryError
 from pagemill.kvcache import gpu_frames
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.frame_access import Reading
 from pagemill.kvcache.gpu_frames import GpuFrames
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.layout import block_major
@@ -26,6 +29,39 @@ FRAMES = 12
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
+class AtOnce:
+    """Does on CPU at once what a device would do later, for threads that CheckedDevice does not see."""
+
+    where = torch.device("cpu")
+
+    class Stream:
+        def record_event(self):
+            return self
+
+        def wait_event(self, event):
+            pass
+
+        def query(self):
+            return True
+
+        def synchronize(self):
+            pass
+
+    compute = Stream()
+
+    def stream(self):
+        return self.Stream()
+
+    def use(self, stream):
+        return nullcontext()
+
+    def pinned(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, source, target):
+        target.copy_(source)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def pool(request):
     pool = DevicePool(
@@ -35,7 +71,7 @@ def pool(request):
         layout=block_major,
     )
     if request.param == "cpu":
-        frames = GpuFrames(*pool.frames.bytes.shape, pool.device)
+        frames = GpuFrames(*pool.frames.bytes.shape, AtOnce())
         frames.bytes = pool.frames.bytes  # where the pool's layers lie
         pool.frames = frames
     return pool
@@ -103,3 +139,48 @@ def test_memory_that_can_not_be_pinned_is_an_error_that_says_so(monkeypatch) -> 
     monkeypatch.setattr(gpu_frames.torch.cuda, "cudart", Runtime)
     with pytest.raises(KVMemoryError, match=r"40960 bytes of host memory cannot be pinned: 2; lower kv_host_memory"):
         HostStore(10, 4096, pinned=True)
+
+
+@pytest.mark.parametrize("stored_first", [True, False])
+def test_records_on_their_way_are_waited_for_by_who_stores_and_who_loads_them(stored_first) -> None:
+    size, go = 64, threading.Event()
+    content = np.arange(size, dtype=np.uint8)
+
+    class LateFrames:
+        def __init__(self):
+            self.loaded = np.zeros((1, size), dtype=np.uint8)
+
+        def begin_read(self, frames):
+            records = np.zeros((len(frames), size), dtype=np.uint8)
+
+            def wait():
+                assert go.wait(30)
+                records[:] = content
+
+            return Reading(records, [True] * len(frames), wait)
+
+        def mark(self):
+            return None
+
+        def begin_writes(self):
+            pass
+
+        end_writes = begin_writes
+
+        def write(self, frames, after):
+            return nullcontext(self.loaded)
+
+    frames = LateFrames()
+    transfers = Transfers(frames, OffloadTiers([HostStore(4, size)], size))
+    transfers.save([Save(0, name_of(0))])
+    assert transfers.storing  # and nobody has waited
+    if stored_first:
+        go.set()
+        transfers.flush()
+    transfers.load(Load(1, [(digest_of(0), 0)], [0]))
+    if not stored_first:
+        assert transfers.finished(wait_s=0.05) == {}
+        go.set()
+    assert transfers.finished(wait_s=30) == {1: [True]}
+    assert (frames.loaded == content).all()
+    transfers.close()

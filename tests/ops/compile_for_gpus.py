@@ -1,24 +1,20 @@
-"""Compiles the operators' kernels as `TritonOps` and `apply_experts` launch them, as `attention/compile_for_gpus.py`
-does those of attention:
+"""Compiles the operators' kernels as `TritonOps` and `apply_experts` launch them (see `gpu_compiler.py`):
 
-    python tests/ops/compile_for_gpus.py [CAPABILITY ...]
+python tests/ops/compile_for_gpus.py [CAPABILITY ...]
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from attention import compile_for_gpus as compiler
+import gpu_compiler
 from pagemill.ops.low_rank import LowRankPart
 from pagemill.ops.triton_experts import apply_experts
 from pagemill.ops.triton_ops import WIDEST, TritonOps
@@ -91,9 +87,4 @@ def launch(capability: int, case: Case) -> None:
 
 
 if __name__ == "__main__":
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
-        mock.patch.multiple(compiler, FEW=FEW, usual_cases=usual_cases, launch=launch),
-    ):
-        sys.exit(compiler.main([int(argument) for argument in sys.argv[1:]]))
+    gpu_compiler.main(FEW, usual_cases, launch)

@@ -1,25 +1,20 @@
-"""Compiles the kernels of narrow weights as `NarrowLinear` launches them, as `attention/compile_for_gpus.py` does those
-of attention:
+"""Compiles the kernels of narrow weights as `NarrowLinear` launches them (see `gpu_compiler.py`):
 
-    python tests/ops/compile_quantized_for_gpus.py [CAPABILITY ...]
+python tests/ops/compile_quantized_for_gpus.py [CAPABILITY ...]
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
-from triton.compiler import CompiledKernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from attention import compile_for_gpus as compiler
+import gpu_compiler
 from pagemill.ops.packed_weight import PackedWeight, pack_affine, pack_float8, pack_quantized
 from pagemill.ops.quantized import AffineWeight, Float8Weight, quantize_int8
 from pagemill.ops.triton_quantized import NarrowLinear
@@ -89,16 +84,9 @@ def launch(capability: int, case: Case) -> None:
     linear(torch.zeros(case.rows, COLUMNS, dtype=case.element))
 
 
-def resources(kernel: CompiledKernel) -> tuple[int, int, int]:
-    assert ".ftz" not in kernel.asm["ptx"], "numbers of fp8 are tiny on the way, and must not be flushed to zero"
-    return RESOURCES(kernel)
+def check(ptx: str) -> None:
+    assert ".ftz" not in ptx, "numbers of fp8 are tiny on the way, and must not be flushed to zero"
 
 
 if __name__ == "__main__":
-    RESOURCES = compiler.resources
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
-        mock.patch.multiple(compiler, FEW=FEW, usual_cases=usual_cases, launch=launch, resources=resources),
-    ):
-        sys.exit(compiler.main([int(argument) for argument in sys.argv[1:]]))
+    gpu_compiler.main(FEW, usual_cases, launch, check=check)

@@ -16,7 +16,7 @@ from pagemill.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-TRITON_SUPPORT = Support(kv_formats=("float32", "float16", "bfloat16", "int8"), least_capability=(7, 5))
+TRITON_SUPPORT = Support(least_capability=(7, 5))
 TORCH_SUPPORT = Support()
 
 

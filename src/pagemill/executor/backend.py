@@ -81,8 +81,8 @@ def select_backend(name: str, num_threads: int | None = None, attention: str = "
 
 
 def cuda_backend(device: torch.device) -> Backend:
-    """Returns Triton's operators and attention; torch's where Triton is missing, or the GPU is AMD's or older than the
-    kernels."""
+    """Returns Triton's operators, attention and sampling; torch's where Triton is missing, or the GPU is AMD's or older
+    than the kernels."""
     backend = torch_backend(device)
     if torch.version.hip is not None:
         logger.warning("everything runs in plain torch: Triton's kernels are made for NVIDIA GPUs, not for ROCm")
@@ -97,9 +97,13 @@ def cuda_backend(device: torch.device) -> Backend:
     from pagemill.attention.triton_backend import TritonAttention  # these import triton
     from pagemill.models.gpu_decoder import GpuDecoder
     from pagemill.ops.triton_quantized import TritonQuantizedOps
+    from pagemill.sampling.triton_sampling import TritonSamplingKernels
 
     return backend._replace(
-        ops=TritonQuantizedOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder
+        ops=TritonQuantizedOps(capability),
+        attention=TritonAttention(capability),
+        decoder=GpuDecoder,
+        sampling=TritonSamplingKernels(),
     )
 
 

@@ -30,7 +30,8 @@ from pagemill.executor.step_arrays import padded_arrays, step_arrays
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
-from pagemill.sampling.on_device import DeviceChoices, choose_on_device
+from pagemill.sampling.kernels import DeviceChoices
+from pagemill.sampling.torch_kernels import TorchSamplingKernels
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 
@@ -71,6 +72,8 @@ class GpuExecutor(LocalExecutor):
         super().__init__(
             decoder, backend, replace(facts, overlaps=True), shape, max_num_seqs, tokenizer_json, adapters, draft
         )
+        assert isinstance(backend.sampling, TorchSamplingKernels), "only these choose on the device"
+        self._sampling = backend.sampling
         self._accelerator = device
         self._there = DeviceRows(self.rows, device.where)
         self._edits = Edits(self.rows)
@@ -126,7 +129,7 @@ class GpuExecutor(LocalExecutor):
             self.draft is None
             and not (len(plan.draft_tokens) or len(plan.prompt_logprobs) or len(plan.pooled))
             and not self.rows.adapter_numbers[plan.rows].any()
-            and self.sampler.samples_on_device(plan.sample_to)
+            and self.sampler.samples_on_device(plan.sample_to, truncated=self._sampling.truncates_on_device)
         )
 
     def _run_here(self, plan: StepPlan) -> StepResult:
@@ -154,6 +157,7 @@ class GpuExecutor(LocalExecutor):
             samples=len(rows),
             picks=plan.forks or len(rows) < tokens,
             draws=bool(choices.temperature.any()),
+            truncates=choices.truncate,
         )
         decodes = shape.longest_query == 1 and len(rows) > 0 and not plan.forks
         padded = self._graphs.padded(shape) if decodes and self._graphs is not None else None
@@ -198,7 +202,9 @@ class GpuExecutor(LocalExecutor):
         if not shape.samples:
             return rows[:0]
         logits = self.decoder.logits(hidden[last] if shape.picks else hidden)
-        tokens = choose_on_device(logits, DeviceChoices(*choices) if shape.draws else None)
+        tokens = self._sampling.choose_on_device(
+            logits, DeviceChoices(*choices) if shape.draws else None, truncate=shape.truncates
+        )
         self._there.write(written, tokens)
         return tokens
 

@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     """States what a step's work depends on beside its arrays.
 
     picks: whether samples are not of all query tokens, in order. draws: whether some do not take the argmax.
+    truncates: whether some of those leave tokens out.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class Shape(NamedTuple):
     samples: int
     picks: bool
     draws: bool
+    truncates: bool
 
 
 RunStep = Callable[[Tensor, Sequence[Place], Shape], Tensor]
@@ -94,7 +96,7 @@ class Graphs:
         """
         size, context = self._sizes[bisect_left(self._sizes, shape.tokens)], shape.longest_context
         context = self._contexts[bisect_left(self._contexts, context)]
-        shape = Shape(size, 1, context, size, picks=False, draws=shape.draws)
+        shape = Shape(size, 1, context, size, picks=False, draws=shape.draws, truncates=shape.truncates)
         if shape in self._captured:
             return shape
         self._seen[shape] += 1

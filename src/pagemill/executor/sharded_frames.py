@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pagemill.errors import EngineDeadError, KVStoreError
 from pagemill.executor.rank_messages import FrameWrites, ReadFrames, WriteFrames
 from pagemill.executor.ranks import Ranks
-from pagemill.kvcache.frame_access import FrameAccess, Places
+from pagemill.kvcache.frame_access import FrameAccess, Places, Reading
 from pagemill.kvcache.layout import FrameShape, layer_major
 
 Bytes = NDArray[np.uint8]
@@ -74,6 +74,9 @@ class ShardedFrames:
             parts.append(np.frombuffer(content, dtype=np.uint8).reshape(len(frames), -1))
             whole = [a and b for a, b in zip(whole, read, strict=True)]
         return self._parts.join(parts).reshape(len(frames), -1), whole
+
+    def begin_read(self, frames: Sequence[int]) -> Reading:
+        return Reading(*self.read(frames))
 
     def mark(self) -> object | None:
         return self._own.mark()

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.executor.device import Device, Event
+from pagemill.executor.device import Device
+from pagemill.kvcache.device_streams import Event
 
 Array = NDArray[np.generic]
 ALIGNMENT = 16

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagemill.attention.interface import LayerCache
 from pagemill.errors import KVMemoryError
+from pagemill.kvcache.device_streams import CudaStreams
 from pagemill.kvcache.frames import FileBackedFrames, FrameStorage, HostFrames
 from pagemill.kvcache.gpu_frames import GpuFrames
 from pagemill.kvcache.kv_format import SCALE_BYTES, VectorFormat
@@ -70,7 +71,7 @@ class DevicePool:
         self.layout = layout(self.shape, total)
         pieces, piece_bytes = self.layout.frame_bytes // self.layout.piece_bytes, self.layout.piece_bytes
         if self.device.type != "cpu":
-            self.frames = GpuFrames(pieces, total, piece_bytes, self.device)
+            self.frames = GpuFrames(pieces, total, piece_bytes, CudaStreams(self.device))
         elif streamed_frames and folder is not None:
             frames = FileBackedFrames(pieces, total, piece_bytes, first=self.first_streamed, folder=folder)
             self.frames, self.streamed_file = frames, frames.file

@@ -6,9 +6,9 @@ frames lie in pieces, [pieces, record_bytes / pieces], of which each row is cont
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,27 @@ Records = Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
 Places = Sequence[Place] | NDArray[np.uint8]
 
 
+def _there() -> None:
+    """Waits for nothing: the records are there."""
+
+
+class Reading(NamedTuple):
+    """Is what `begin_read` has begun: records [n, record bytes], undefined until `wait` has returned, and which of the
+    frames could be read. Any thread may wait, and several may."""
+
+    records: NDArray[np.uint8]
+    whole: list[bool]
+    wait: Callable[[], None] = _there
+
+
 class FrameAccess(Protocol):
     """Copies records, uint8 [record bytes], out of frames and into them."""
 
     def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
         """Returns the records [n, record bytes] of these frames, and which of them could be read."""
+
+    def begin_read(self, frames: Sequence[int]) -> Reading:
+        """Begins to read as `read` does. The frames may be written by whatever is asked for from now on."""
 
     def mark(self) -> object | None:
         """Returns a mark of what the device has been asked to do so far; None on a device that does it at once."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagemill import _kernels
 from pagemill.errors import KVMemoryError, KVStoreError
-from pagemill.kvcache.frame_access import Places
+from pagemill.kvcache.frame_access import Places, Reading
 from pagemill.kvcache.pages import HUGE, private_memory
 from pagemill.kvcache.streamed_file import Region, StreamedFile
 
@@ -28,8 +28,8 @@ _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class FrameStorage(Protocol):
-    """Holds frames as contiguous pieces, each of the same size in every frame. `read`, `mark` and `write` are those of
-    `FrameAccess`."""
+    """Holds frames as contiguous pieces, each of the same size in every frame. `read`, `begin_read`, `mark` and
+    `write` are those of `FrameAccess`."""
 
     bytes: Tensor
     """uint8 [pieces, frames, piece bytes]"""
@@ -39,6 +39,8 @@ class FrameStorage(Protocol):
         that do not hold what they should, since a disk did not read or write it."""
 
     def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]: ...
+
+    def begin_read(self, frames: Sequence[int]) -> Reading: ...
 
     def mark(self) -> object | None: ...
 
@@ -84,6 +86,9 @@ class HostFrames:
         records = np.empty((len(frames), *self._array.shape[::2]), dtype=np.uint8)
         whole = [self._read_into(record, frame) for record, frame in zip(records, frames, strict=True)]
         return records.reshape(len(frames), -1), whole
+
+    def begin_read(self, frames: Sequence[int]) -> Reading:
+        return Reading(*self.read(frames))
 
     def _read_into(self, record: NDArray[np.uint8], frame: int) -> bool:
         """Copies a frame into a record. Returns whether it could be read."""

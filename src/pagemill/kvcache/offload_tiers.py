@@ -97,7 +97,7 @@ class OffloadTiers:
         self.lasting = any(tier.lasting for tier in tiers)
         self._kept = next((at for at, tier in enumerate(tiers) if tier.lasting), 0)
         self._in_memory = [tier for tier in tiers if not tier.lasting]
-        self._coming: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
+        self._coming: dict[tuple[bytes, int], tuple[NDArray[np.uint8], Callable[[], None] | None]] = {}
         self._records_changes = records_changes and bool(self._in_memory)
         self._moved: list[tuple[bytes, int]] = []
         self._changed: list[tuple[bytes, int]] = []
@@ -148,8 +148,11 @@ class OffloadTiers:
         with self._lock:
             coming = [self._coming.get(block) for block in blocks]
         found: list[int | None] = [None] * len(blocks)
-        for row, record in enumerate(coming):
-            if record is not None:
+        for row, entry in enumerate(coming):
+            if entry is not None:
+                record, wait = entry
+                if wait is not None:
+                    wait()
                 out[row][:] = record.reshape(out[row].shape)
                 found[row] = 0
         return self._search(
@@ -161,10 +164,11 @@ class OffloadTiers:
         for tier in self.tiers:
             tier.use(blocks)
 
-    def announce(self, names: Sequence[BlockName], records: Records) -> None:
-        """Counts blocks as being in the highest tier until they are written, which is about to happen."""
+    def announce(self, names: Sequence[BlockName], records: Records, wait: Callable[[], None] | None = None) -> None:
+        """Counts blocks as being in the highest tier until they are written, which is about to happen. Records may
+        still be on their way: they are there when `wait` has returned."""
         with self._lock:
-            self._coming.update((name[:2], record) for name, record in zip(names, records, strict=True))
+            self._coming.update((name[:2], (record, wait)) for name, record in zip(names, records, strict=True))
 
     def write(self, names: Sequence[BlockName], records: Records) -> None:
         """Takes blocks in, in the highest tier. Raises KVStoreError if a tier takes no more."""

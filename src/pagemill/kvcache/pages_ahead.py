@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.frame_access import Places
+from pagemill.kvcache.frame_access import Places, Reading
 from pagemill.kvcache.pages import HUGE, HUGE_PAGE, NOT_HUGE, PAGE_BYTES, POPULATE_WRITE, advise
 from pagemill.machine import usable_cores
 
@@ -171,6 +171,9 @@ class PooledFrames:
 
     def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
         return self._pool.frames.read(frames)
+
+    def begin_read(self, frames: Sequence[int]) -> Reading:
+        return self._pool.frames.begin_read(frames)
 
     def mark(self) -> object | None:
         return self._pool.frames.mark()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -128,18 +128,20 @@ class Transfers:
             part = saves[first : first + self._batch]
             if keep and self._waiting + len(part) > self._most_waiting:
                 self.flush()
-            records, whole = self._frames.read([save.frame for save in part])
+            records, whole, wait = self._frames.begin_read([save.frame for save in part])
             if lost := whole.count(False):
                 self._count(blocks_dropped=lost)
+                wait()
                 part, records = [save for save, read in zip(part, whole, strict=True) if read], records[whole]
-            self._tiers.announce([save.name for save in part], list(records))
+            self._tiers.announce([save.name for save in part], list(records), wait)
             with self._lock:
                 self._waiting += len(part)
-            self._writer.submit(self._store, part, records, keep)
+            self._writer.submit(self._store, part, records, wait, keep)
 
-    def _store(self, saves: Sequence[Save], records: NDArray[np.uint8], keep: bool) -> None:
+    def _store(self, saves: Sequence[Save], records: NDArray[np.uint8], wait: Callable[[], None], keep: bool) -> None:
         stored = 0
         try:
+            wait()
             store = self._tiers.keep if keep else self._tiers.write
             store([save.name for save in saves], list(records))
             stored = len(saves)

@@ -2,8 +2,9 @@
 
 A token is drawn by inverse CDF from the probabilities that are kept. A probability is kept if it is not below the k-th
 largest (top_k), if it is at least min_p times the largest, and if the larger ones among those that pass both rules add
-up to less than top_p of their sum. Equal ones are kept or dropped together. Every result of a row is, bitwise, a
-function of that row's own numbers.
+up to less than top_p of their sum. Equal ones are kept or dropped together. In which order the CDF goes through the
+kept tokens is the kernels' own matter, as the last bits of its sums are: the same uniform number may give another token
+on another device. Every result of a row is, bitwise, a function of that row's own numbers.
 """
 
 from __future__ import annotations
@@ -43,6 +44,22 @@ class Choices(NamedTuple):
         """Returns the choices of `rows` rows that all take the argmax."""
         zeros = np.zeros(rows, np.float32)
         return cls(zeros, np.zeros(rows, np.int64), np.ones(rows, np.float32), zeros, np.zeros(rows))
+
+    @property
+    def truncate(self) -> bool:
+        """True if the rows that draw do not all draw from the whole vocabulary."""
+        truncated = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        return bool((truncated & (self.temperature > 0)).any())
+
+
+class DeviceChoices(NamedTuple):
+    """Holds what `Choices` does on the device: tensors [rows], of the same dtypes."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniforms: torch.Tensor
 
 
 class SamplingKernels(Protocol):

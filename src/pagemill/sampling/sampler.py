@@ -148,13 +148,15 @@ class Sampler:
         """Returns True if the argmax of what is `allowed` is all that `rows` need of their logits."""
         return bool(self._only_argmax[rows].all())
 
-    def samples_on_device(self, rows: Rows) -> bool:
+    def samples_on_device(self, rows: Rows, *, truncated: bool) -> bool:
         """Returns True if the next tokens of `rows` follow from their logits and their `choices_ahead` alone: then they
-        can be chosen, and become the next step's input, before the host has seen them."""
-        truncated = (self._top_k[rows] > 0) | (self._top_p[rows] < 1) | (self._min_p[rows] > 0)
-        drawn = self._temperature[rows] > 0
+        can be chosen, and become the next step's input, before the host has seen them. truncated: whether the device
+        follows top_k, top_p and min_p."""
         held = self._constrained[rows] | self._structured[rows] | (self._logprobs[rows] >= 0)
-        return not (held | (truncated & drawn)).any()
+        if not truncated:
+            limited = (self._top_k[rows] > 0) | (self._top_p[rows] < 1) | (self._min_p[rows] > 0)
+            held |= limited & (self._temperature[rows] > 0)
+        return not held.any()
 
     def choices_ahead(self, rows: Rows) -> Choices:
         """Returns how each of `rows` chooses its next token, behind those that `note_ahead` was told of."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Bits, Choices, Ids
+from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Bits, Choices, DeviceChoices, Ids
 from pagemill.sampling.params import TokenLogprobs
 
 _CHUNK = 1 << 21
@@ -25,6 +25,9 @@ _WIDTHS = (256, 2048, 16384)
 
 
 class TorchSamplingKernels:
+    truncates_on_device = False
+    """Whether `choose_on_device` can follow top_k, top_p and min_p."""
+
     def mask(self, logits: torch.Tensor, places: Ids, bits: Bits, rows: Ids) -> None:
         allowed = np.unpackbits(bits[rows].view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         index, forbidden = (torch.from_numpy(array).to(logits.device) for array in (places, allowed == 0))
@@ -53,6 +56,26 @@ class TorchSamplingKernels:
                     else draw(probabilities, u)
                 )
         return tokens.cpu().numpy()
+
+    def choose_on_device(
+        self, logits: torch.Tensor, choices: DeviceChoices | None, *, truncate: bool = False
+    ) -> torch.Tensor:
+        """Returns a token for each row of logits, int32 [m]; NOT_FINITE or ALL_FORBIDDEN where there is none.
+
+        logits: float32 [m, vocab]. choices: None if all rows take the argmax. truncate: whether rows that draw have a
+        top_k, top_p or min_p; False spares looking for what they keep. Raises ValueError if that is asked for and not
+        `truncates_on_device`.
+        Waits for nothing, and what it starts depends on shapes alone: a graph may capture it.
+        """
+        if truncate:
+            raise ValueError("torch's operators cannot follow top_k, top_p or min_p without waiting; use choose")
+        largest, best = logits.max(-1)
+        if choices is not None:
+            drawn = choices.temperature > 0
+            scaled = logits / torch.where(drawn, choices.temperature, 1.0)[:, None]
+            best = torch.where(drawn, draw(torch.softmax(scaled, -1), choices.uniforms), best)
+        tokens = best.masked_fill(largest == -torch.inf, ALL_FORBIDDEN)
+        return tokens.masked_fill(~(largest < torch.inf), NOT_FINITE).int()
 
     def log_probabilities(self, logits: torch.Tensor, places: Ids, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:
         made: list[TokenLogprobs] = []

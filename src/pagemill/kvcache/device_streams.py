@@ -1,0 +1,84 @@
+"""DeviceStreams: how work and copies on an accelerator are ordered, and CUDA's way to do it.
+
+Work is done in the order in which a stream gets it; streams run beside each other, and beside the host, but for what
+events order. Nothing here waits unless it says so.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """Marks a place in a stream's work."""
+
+    def query(self) -> bool:
+        """Returns whether the device has come to it."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has come to it. Raises RuntimeError for an error of the work before it."""
+
+
+class Stream(Protocol):
+    """Is work that is done in order."""
+
+    def record_event(self) -> Event:
+        """Returns a mark of all that the stream has been given so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """Lets what the stream is given from now on wait for an event."""
+
+
+class DeviceStreams(Protocol):
+    """Gives the streams of one accelerator, and copies between its memory and the host's.
+
+    where: the device on which torch allocates.
+    compute: the stream of computations, on which work runs that nothing else is said of.
+    """
+
+    where: torch.device
+
+    @property
+    def compute(self) -> Stream: ...
+
+    def stream(self) -> Stream:
+        """Returns a further stream."""
+
+    def use(self, stream: Any) -> AbstractContextManager[object]:
+        """Lets work and memory asked for inside belong to this stream."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Returns page-locked host memory, uint8 [nbytes], which the device copies to and from by itself."""
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies between pinned memory and the device's, in the order of the stream in use. Until that is done, the
+        host may neither write the one nor read the other."""
+
+
+class CudaStreams:
+    """Implements `DeviceStreams` by torch.cuda. Computations run in the stream that is current when they are asked
+    for."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+
+    @property
+    def compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.where)
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
+
+    def use(self, stream: Stream) -> AbstractContextManager[object]:
+        assert isinstance(stream, torch.cuda.Stream)
+        return torch.cuda.stream(stream)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)

@@ -1,0 +1,54 @@
+"""Runs the benchmark of attention on GPUs over tiny cases, so that it works where there is a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import gpu_attention
+from interpreter import CAPABILITY, DEVICE
+from pagemill.kvcache.kv_format import kv_format
+
+
+def timed(run: Callable[[], object]) -> float:
+    result = run()
+    output = result[0] if isinstance(result, tuple) else result
+    assert not output.isnan().any()
+    return 2.0
+
+
+@pytest.mark.usefixtures("triton_attention")
+def test_every_format_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "DEVICE": DEVICE, "DECODE": [(2, 150), (1, 1 << 30)], "PREFILL": [20], "GEMM_SIZE": 16, "COPY_BYTES": 1 << 20,
+        "median_ms": timed,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(gpu_attention, name, value)
+    for name, value in {
+        "is_available": True, "get_device_capability": CAPABILITY, "get_device_name": "none",
+        "mem_get_info": (1 << 22, 0),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    report = tmp_path / "report.json"
+    arguments = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--json", str(report)]
+    monkeypatch.setattr(sys, "argv", ["gpu_attention", *arguments])
+    gpu_attention.main()
+    said = json.loads(report.read_text())
+    assert list(said["results"]) == list(gpu_attention.FORMATS)
+    printed = capsys.readouterr().out
+    copies = said["ceilings"]["copy_bytes_per_s"]
+    assert copies == 2 * (1 << 20) / 2e-3
+    for name, results in said["results"].items():
+        assert [(at["name"], at["batch"], at["context"]) for at in results] == [("decode", 2, 150), ("prefill", 1, 20)]
+        read = 2 * (150 + (128 if name == "int4_mixed" else 0)) * kv_format(name).slot_bytes(2, 64, 64)
+        assert results[0]["share"] == pytest.approx(read / 2e-3 / copies)
+        assert f"| decode | 2 | 150 | 2.000 | {results[0]['share']:.0%} | 2.000 |" in printed
