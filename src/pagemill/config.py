@@ -208,6 +208,7 @@ class EngineConfig:
         dict[str, Any], about("JSON object that replaces entries of the model's configuration.")
     ] = field(default_factory=dict)
     device: Annotated[str, about("auto, cpu or cuda.")] = "auto"
+    enforce_eager: Annotated[bool, about("Capture no CUDA graphs of decode steps (GPUs only).")] = False
     num_threads: Annotated[
         Threads | None,
         about("CPU threads; of each of tensor_parallel_size processes. Default: one per core, divided among them."),

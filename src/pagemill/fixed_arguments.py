@@ -28,7 +28,7 @@ class Fixed(NamedTuple):
 
 
 ONE_DEVICE = "runs on one device"
-NO_GRAPHS = "captures no graphs"
+OWN_GRAPHS = "captures CUDA graphs of decode steps as they come up, or none with enforce_eager"
 NO_DOWNLOAD_CHOICE = "takes the version that its own names or the Hugging Face cache stand for"
 
 OF_ENGINES: dict[str, Fixed] = {
@@ -37,9 +37,8 @@ OF_ENGINES: dict[str, Fixed] = {
     "distributed_executor_backend": Fixed((None, "uni", "mp"), "runs a model's parts in processes of this machine"),
     "enable_expert_parallel": Fixed((False,), ONE_DEVICE),
     "disable_custom_all_reduce": Fixed((True, False), ONE_DEVICE),
-    "enforce_eager": Fixed((True, False), NO_GRAPHS),
-    "max_seq_len_to_capture": Fixed((8192,), NO_GRAPHS),
-    "compilation_config": Fixed((None,), NO_GRAPHS),
+    "max_seq_len_to_capture": Fixed((8192,), OWN_GRAPHS),
+    "compilation_config": Fixed((None,), OWN_GRAPHS),
     "trust_remote_code": Fixed((False,), "runs no code of a model's", (True,)),
     "enable_chunked_prefill": Fixed((True, None), "always computes long prompts in chunks"),
     "disable_sliding_window": Fixed((False,), "keeps a model's windows"),

@@ -99,14 +99,14 @@ def test_what_is_no_number_is_wrong_usage():
 
 
 def test_flags_without_a_choice_are_passed_on_and_not_shown():
-    call("--pipeline-parallel-size", "1", "--enforce-eager", "--no-trust-remote-code", "--load-format", "auto")
+    call("--pipeline-parallel-size", "1", "--enable-sleep-mode", "--no-trust-remote-code", "--load-format", "auto")
     assert received["settings"] == {
         "pipeline_parallel_size": 1,
-        "enforce_eager": True,
+        "enable_sleep_mode": True,
         "trust_remote_code": False,
         "load_format": "auto",
     }
-    assert "enforce-eager" not in CliRunner(env={"COLUMNS": "300"}).invoke(_app(), ["--help"]).output
+    assert "enable-sleep-mode" not in CliRunner(env={"COLUMNS": "300"}).invoke(_app(), ["--help"]).output
 
 
 def test_adapters_are_named_one_by_one():

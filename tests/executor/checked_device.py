@@ -147,6 +147,8 @@ class CheckedDevice(TorchDispatchMode):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
+        self.nbytes = 1 << 20
+        """Memory that it says to have."""
         self.random = random.Random(seed)
         self.host = Clock()
         self.compute = CheckedStream(self, "compute")
@@ -154,6 +156,7 @@ class CheckedDevice(TorchDispatchMode):
         self.captures = True
         """Whether graphs can be captured."""
         self.broken = False
+        """Whether an error of its work is met by whoever waits for it."""
         self.graphs: list[CheckedGraph] = []
         self._current = self.compute
         self._streams = {"compute": self.compute}
@@ -161,7 +164,7 @@ class CheckedDevice(TorchDispatchMode):
         self._copies: list[Copy] = []
         self._late: list[str] = []
         self._graph: CheckedGraph | None = None
-        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self._reads_back = _ReadsBack(self)
 
     def __enter__(self) -> CheckedDevice:
@@ -219,29 +222,30 @@ class CheckedDevice(TorchDispatchMode):
             result = run()
         finally:
             self._graph = None
-            for storage, before in self._saved.values():  # nothing has been done
-                storage.copy_(before)
+            with _untold():
+                for memory, before in self._saved.values():  # nothing has been done
+                    memory.copy_(before)
             self._saved.clear()
         with _untold():
             for _, _, outputs, fresh in graph.tape:
                 for output, is_fresh in zip(outputs, fresh, strict=True):
                     if is_fresh and output.numel():
-                        output.untyped_storage().fill_(POISON)
+                        _bytes(output).fill_(POISON)
         self.graphs.append(graph)
         return graph, result
 
     def memory(self) -> ExecutorMemory:
-        return ExecutorMemory(1 << 30, 1 << 30)
+        return ExecutorMemory(self.nbytes, self.nbytes)
 
     def synchronize(self) -> None:
-        if self.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         for stream in self._streams.values():
             self.let_host_know(stream.clock)
 
     def let_host_know(self, clock: Clock) -> None:
         if self._graph is not None:
             raise RuntimeError("CUDA error: the host waits while the stream is capturing")
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self._check_copies()
         self.host.join(clock)
         done = [copy for copy in self._copies if self.host.knows(copy.use)]
@@ -254,10 +258,10 @@ class CheckedDevice(TorchDispatchMode):
     def wait_for(self, tensor: Tensor, why: str) -> None:
         """Notes that the host reads memory of the device, which waits for the stream in use."""
         memory = self._memory.get(_key(tensor))
+        if self._graph is not None and (memory is not None or _key(tensor) in self._graph.made):
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({why})")
         if memory is None or memory.pinned:
             return
-        if self._graph is not None:
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({why})")
         self.waits += 1
         self.let_host_know(self._current.clock)
         if not self.host.knows(memory.writer):
@@ -283,7 +287,7 @@ class CheckedDevice(TorchDispatchMode):
         name, inputs = func.__name__.split(".")[0], _tensors((args, kwargs))
         known = [each for each in inputs if _key(each) in self._memory]
         if name in WAITS or _picks_by_contents(name, args, kwargs):
-            for each in known:
+            for each in inputs:
                 self.wait_for(each, name)
         written = _written(func, args, kwargs)
         if self._graph is not None:
@@ -359,7 +363,8 @@ class CheckedDevice(TorchDispatchMode):
     def _save(self, written: list[Tensor]) -> None:
         for each in written:
             if (key := _key(each)) not in self._graph.made and key not in self._saved:
-                self._saved[key] = (each.untyped_storage(), each.untyped_storage().clone())
+                with _untold():
+                    self._saved[key] = (_bytes(each), _bytes(each).clone())
 
 
 class _ReadsBack(TorchFunctionMode):
@@ -376,6 +381,11 @@ class _ReadsBack(TorchFunctionMode):
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # noqa: SLF001
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Returns all of the memory that a tensor lies in."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _tensors(values: Any) -> list[Tensor]:

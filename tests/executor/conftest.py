@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from checked_device import CheckedDevice
 
+import interpreter  # noqa: F401, before triton
 from models.small_llama import save_llama
 
 
@@ -15,6 +17,9 @@ def small_model(tmp_path_factory):
 
 @pytest.fixture
 def device():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # others would wait for each other at operations as small as these
     with CheckedDevice() as device:
         yield device
         device.synchronize()
+    torch.set_num_threads(threads)

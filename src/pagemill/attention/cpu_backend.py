@@ -22,6 +22,7 @@ class CpuAttention:
     def __init__(self, *, share_prefixes: bool = True) -> None:
         self.name = kernel_name()
         self.kv_formats: tuple[str, ...] | None = None
+        self.waits = False
         self.share_prefixes = share_prefixes
         self._caches: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], _kernels.Cache]] = {}
         """The kernels' caches by id of the keys, for as long as these live: a pool that nobody uses any more must

@@ -135,6 +135,7 @@ class FlashAttention:
 
     def __init__(self, library: FlashAttnLibrary, rest: AttentionBackend) -> None:
         self.name = f"{library.name}+{rest.name}"
+        self.waits = rest.waits
         self._library = library
         self._rest = rest
         self._planned: tuple[AttentionBatch, dict[tuple[int, int | None], Rows]] | None = None

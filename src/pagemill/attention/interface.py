@@ -90,6 +90,8 @@ class AttentionBackend(Protocol):
     """Part of the numerics id: equal names give equal bits on equal machines."""
     kv_formats: tuple[str, ...] | None
     """Names of the KV formats that it takes; None: all."""
+    waits: bool
+    """True if `write` or `attend` waits for the device, so that no CUDA graph can hold it."""
 
     def write(
         self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None

@@ -42,6 +42,7 @@ class _Part(NamedTuple):
 class TorchAttention:
     name = f"torch-{torch.__version__}"
     kv_formats: tuple[str, ...] | None = None
+    waits = True
 
     def __init__(self) -> None:
         self._planned: tuple[AttentionBatch, list[_Part]] | None = None

@@ -103,6 +103,7 @@ class TritonAttention:
     def __init__(self, capability: tuple[int, int]) -> None:
         self.name = f"triton-{triton.__version__}-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
         self.kv_formats: tuple[str, ...] | None = None
+        self.waits = False
         self._major, self._native_e4m3 = capability[0], capability >= (8, 9)
 
     def write(

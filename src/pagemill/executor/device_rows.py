@@ -91,6 +91,8 @@ class DeviceRows:
         groups, count, entries = rows.tables.shape
         self._host = rows
         self.nobody = count
+        self.nowhere = count * rows.tokens.shape[1]
+        """The flat place of nobody's first token."""
         self.tables = torch.full((groups, count + 1, entries), -1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(count + 1, rows.tokens.shape[1], dtype=torch.int32, device=device)
 

@@ -8,10 +8,9 @@ these tokens only. Rows that need the host between two tokens (`_runs_ahead`) ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +22,11 @@ from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import DeviceRows, Edits, Queries
 from pagemill.executor.draft_source import DraftSource
+from pagemill.executor.graphs import Graphs, Shape
 from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
 from pagemill.executor.local import LocalExecutor
 from pagemill.executor.staging import Array, Place, Ring, Slot
+from pagemill.executor.step_arrays import padded_arrays, step_arrays
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
@@ -34,37 +35,23 @@ from pagemill.sampling.torch_kernels import TorchSamplingKernels
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 
-class Shape(NamedTuple):
-    """States what a step's work depends on beside its arrays.
-
-    picks: whether samples are not of all query tokens, in order. draws: whether some do not take the argmax.
-    truncates: whether some of those leave tokens out.
-    """
-
-    tokens: int
-    longest_query: int
-    longest_context: int
-    samples: int
-    picks: bool
-    draws: bool
-    truncates: bool
-
-
 class Flight:
     """Holds a step that the device has been given, until its tokens have come.
 
-    seats: of the samples' rows, how often they had been given when the step began.
+    places: by sample, where its token is among the results. seats: by sample, how often its row had been given when the
+    step began.
     """
 
-    def __init__(self, plan: StepPlan, slot: Slot, seats: NDArray[np.int64]) -> None:
+    def __init__(self, plan: StepPlan, slot: Slot, places: NDArray[np.int32], seats: NDArray[np.int64]) -> None:
         self.plan = plan
         self.slot = slot
+        self.places = places
         self.seats = seats
         self.result: StepResult | None = None
 
 
 class GpuExecutor(LocalExecutor):
-    """Implements `Executor` on a `Device`.
+    """Implements `Executor` on a `Device`. enforce_eager: no decode steps are captured as graphs.
 
     If a step fails, those submitted after it, which stand on its tokens, fail too, until it has been collected.
     """
@@ -80,6 +67,7 @@ class GpuExecutor(LocalExecutor):
         tokenizer_json: Callable[[], str],
         adapters: AdapterLoader,
         draft: DraftSource | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         super().__init__(
             decoder, backend, replace(facts, overlaps=True), shape, max_num_seqs, tokenizer_json, adapters, draft
@@ -92,6 +80,8 @@ class GpuExecutor(LocalExecutor):
         self._ring = Ring(device, max_num_seqs)
         self._flights: deque[Flight] = deque()
         self._seats = np.zeros(max_num_seqs, np.int64)
+        waits = decoder.waits or decoder.attention.waits
+        self._graphs = None if enforce_eager or waits else Graphs(device, self._step, max_num_seqs, facts.max_model_len)
         self._failed: Exception | None = None
         """Why a step that was submitted, and has not been collected, failed."""
 
@@ -130,6 +120,8 @@ class GpuExecutor(LocalExecutor):
     def resize(self, num_frames: int) -> None:
         self._accelerator.synchronize()  # steps under way may use frames that go
         super().resize(num_frames)
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def _runs_ahead(self, plan: StepPlan) -> bool:
         """Returns whether a plan's rows need nothing of the host until their tokens are there."""
@@ -155,50 +147,53 @@ class GpuExecutor(LocalExecutor):
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> Flight:
         """Gives a step to the device."""
-        ends, rows = plan.starts + plan.query_lens, plan.sample_to
-        query_start = np.zeros(len(plan.rows) + 1, np.int32)
-        np.cumsum(plan.query_lens, out=query_start[1:])
+        rows, ends = plan.sample_to, (plan.starts + plan.query_lens)
         choices = self.sampler.choices_ahead(rows)
+        tokens = plan.num_tokens
         shape = Shape(
-            tokens=int(query_start[-1]),
+            tokens=tokens,
             longest_query=int(plan.query_lens.max()),
             longest_context=int(ends.max()),
             samples=len(rows),
-            picks=plan.forks or len(rows) < query_start[-1],
+            picks=plan.forks or len(rows) < tokens,
             draws=bool(choices.temperature.any()),
             truncates=choices.truncate,
         )
-        arrays: list[Array] = [
-            plan.rows,
-            plan.starts,
-            query_start,
-            query_start[1:][plan.sample_from].astype(np.int64) - 1,
-            self._there.place(rows, ends[plan.sample_from]),
-            *choices,
-        ]
+        decodes = shape.longest_query == 1 and len(rows) > 0 and not plan.forks
+        padded = self._graphs.padded(shape) if decodes and self._graphs is not None else None
+        written = self._there.place(rows, ends[plan.sample_from])
+        if padded is None:
+            places, arrays = np.arange(len(rows), dtype=np.int32), step_arrays(plan, written, choices)
+        else:
+            places, nobody, nowhere = plan.sample_from, self._there.nobody, self._there.nowhere
+            arrays = padded_arrays(plan, written, choices, padded.tokens, nobody, nowhere)
         slot = self._ring.take()
         try:
-            self._give(slot, arrays, shape)
-            slot.download(len(rows))
+            self._give(slot, arrays, shape, padded)
+            slot.download(int(places.max(initial=-1)) + 1)
         except BaseException:
             self._accelerator.synchronize()  # it may still read what the slot holds
             self._ring.give_back(slot)
             raise
         self.sampler.note_ahead(rows)
-        flight = Flight(plan, slot, self._seats[rows])
+        flight = Flight(plan, slot, places, self._seats[rows])
         self._flights.append(flight)
         return flight
 
-    def _give(self, slot: Slot, arrays: list[Array], shape: Shape) -> None:
+    def _give(self, slot: Slot, arrays: list[Array], shape: Shape, padded: Shape | None) -> None:
         """Has the device take a step's arrays, with the edits that it has not got yet, and run it."""
         memory, places = slot.upload([*arrays, *self._edits.take()])
-        self._there.edit(*(place.of(memory) for place in places[len(arrays) :]))
+        of_step, of_edits = places[: len(arrays)], places[len(arrays) :]
+        self._there.edit(*(place.of(memory) for place in of_edits))
         self._edits.clear()
-        tokens = self._step(memory, places[: len(arrays)], shape)
-        if shape.samples:
-            slot.results[: shape.samples].copy_(tokens)
+        if padded is not None and self._graphs is not None:
+            tokens = self._graphs.run(memory, of_step, padded)
+        else:
+            tokens = self._step(memory, of_step, shape)
+        if len(tokens):
+            slot.results[: len(tokens)].copy_(tokens)
 
-    def _step(self, memory: Tensor, places: list[Place], shape: Shape) -> Tensor:
+    def _step(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Tensor:
         """Runs a step whose arrays lie there. Returns the sampled tokens, int32 [samples]."""
         rows, starts, query_start, last, written, *choices = (place.of(memory) for place in places)
         queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context)
@@ -220,7 +215,7 @@ class GpuExecutor(LocalExecutor):
         plan = flight.plan
         self._flights.remove(flight)
         try:
-            tokens = flight.slot.wait(len(plan.sample_to))
+            tokens = flight.slot.wait(int(flight.places.max(initial=-1)) + 1)[flight.places]
         except RuntimeError as error:
             raise self._cause(error) from error
         self._ring.give_back(flight.slot)

@@ -57,7 +57,11 @@ def open_executor(
     )
     if device is None and backend.device.type == "cuda":
         device = CudaDevice(backend.device)
-    return LocalExecutor(*common, share.mapped_bytes) if device is None else GpuExecutor(device, *common)
+    return (
+        LocalExecutor(*common, share.mapped_bytes)
+        if device is None
+        else GpuExecutor(device, *common, config.enforce_eager)
+    )
 
 
 def _open_ranks(config: EngineConfig, progress: Progress | None) -> TensorParallelExecutor:

@@ -1,0 +1,141 @@
+"""Graphs: decode steps that were captured once, and are launched as a whole.
+
+A step in which every row has one query token depends, beside its arrays, on few numbers: how many rows there are, and
+the longest context, by which attention is cut. Both are rounded up to the rungs of a ladder, and a step's arrays are
+padded, so that few graphs do. A graph is captured when steps of its kind have come up some times.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pagemill.executor.device import Device, Graph
+from pagemill.executor.staging import Place
+
+logger = logging.getLogger(__name__)
+
+WORTH_IT = 3
+"""Steps of a kind that come before it is captured: that takes as long as some tens of them."""
+LEAST_CONTEXT = 1024
+"""The lowest rung of contexts; the others double it."""
+MOST_BYTES = 1 << 30
+"""Memory that graphs may take, if that is no more than FREE_SHARE of what is free."""
+FREE_SHARE = 0.25
+
+
+class Shape(NamedTuple):
+    """States what a step's work depends on beside its arrays.
+
+    picks: whether samples are not of all query tokens, in order. draws: whether some do not take the argmax.
+    truncates: whether some of those leave tokens out.
+    """
+
+    tokens: int
+    longest_query: int
+    longest_context: int
+    samples: int
+    picks: bool
+    draws: bool
+    truncates: bool
+
+
+RunStep = Callable[[Tensor, Sequence[Place], Shape], Tensor]
+"""Runs a step whose arrays lie at these places of memory. Returns the sampled tokens, int32 [samples]."""
+
+
+class Captured(NamedTuple):
+    """A graph, where its arrays are put, and where it leaves the sampled tokens."""
+
+    graph: Graph
+    memory: Tensor
+    tokens: Tensor
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Returns the rungs for rows: 1, 2, 4, then every 8 up to 256, every 16 beyond, up to `most`."""
+    rungs = [1, 2, 4, *range(8, min(most, 256), 8), *range(256, most, 16)]
+    return [*(size for size in rungs if size < most), most]
+
+
+def context_lengths(most: int) -> list[int]:
+    """Returns the rungs for contexts, up to `most`."""
+    rungs = [LEAST_CONTEXT]
+    while rungs[-1] < most:
+        rungs.append(rungs[-1] * 2)
+    return [*rungs[:-1], most]
+
+
+class Graphs:
+    """Captures and launches decode steps of up to `rows` rows and contexts of up to `context` tokens.
+
+    run: what is captured.
+    """
+
+    def __init__(self, device: Device, run: RunStep, rows: int, context: int) -> None:
+        self._device = device
+        self._run = run
+        self._sizes, self._contexts = batch_sizes(rows), context_lengths(context)
+        self._captured: dict[Shape, Captured] = {}
+        self._seen: Counter[Shape] = Counter()
+        self._bytes = 0
+        self._full = False
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def padded(self, shape: Shape) -> Shape | None:
+        """Returns the shape to which a step is to be padded; None if it runs as it is.
+
+        A step whose rows have one query token each, and at most one sample.
+        """
+        size, context = self._sizes[bisect_left(self._sizes, shape.tokens)], shape.longest_context
+        context = self._contexts[bisect_left(self._contexts, context)]
+        shape = Shape(size, 1, context, size, picks=False, draws=shape.draws, truncates=shape.truncates)
+        if shape in self._captured:
+            return shape
+        self._seen[shape] += 1
+        return shape if self._seen[shape] > WORTH_IT and not self._full else None
+
+    def run(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Tensor:
+        """Runs a step that was padded to `shape`, as a graph if there is one or can be. Returns what `RunStep` does:
+        the memory of the result is the next step's too."""
+        captured = self._captured.get(shape)
+        if captured is None and (captured := self._capture(memory, places, shape)) is None:
+            return self._run(memory, places, shape)
+        captured.memory.copy_(memory[: len(captured.memory)])
+        captured.graph.replay()
+        return captured.tokens
+
+    def clear(self) -> None:
+        """Gives up all graphs, before memory moves that they use. Nothing may be running."""
+        self._captured.clear()
+        self._bytes = 0
+
+    def _capture(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Captured | None:
+        """Captures a step; None, from then on for all, where that fails or takes more memory than there is for it."""
+        if self._full:
+            return None
+        arrays = memory[: places[-1].begin + places[-1].nbytes].clone()
+        before = self._device.memory().free
+        if self._bytes > min(MOST_BYTES, FREE_SHARE * (before + self._bytes)):
+            self._full = True
+            logger.info("%d graphs of decode steps take %d MiB; no more are captured", len(self), self._bytes >> 20)
+            return None
+        try:
+            graph, tokens = self._device.capture(lambda: self._run(arrays, places, shape))
+        except RuntimeError as error:
+            self._device.synchronize()
+            self._full = True
+            logger.warning("decode steps run without CUDA graphs, more slowly: %s", error)
+            return None
+        self._bytes += max(0, before - self._device.memory().free)
+        captured = self._captured[shape] = Captured(graph, arrays, tokens)
+        what = "drawn" if shape.draws else "greedy"
+        logger.info("captured %s decode steps of %d rows, contexts of %d", what, shape.tokens, shape.longest_context)
+        return captured
