@@ -21,6 +21,9 @@ class Eager:
         self._share = share
         self.works = []
 
+    def may_draft(self, rows):
+        return self._random.random() < 0.5
+
     def propose(self, room, rows, budget, limit_s):
         asked = {}
         for sequence, most in room.items():

@@ -9,10 +9,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tests.late_executor import LateExecutor
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.executor import load_drafting, share
+from pagemill.executor.load import open_executor
 from pagemill.hub import resolve_model
 from pagemill.models.loading import LoadedModel
 from pagemill.text.tokenizer import Tokenizer
@@ -39,8 +41,8 @@ def prompts(tokenizer) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def make_engine():
-    """make_engine(peering, publishes, **settings) -> EngineCore on the real model; invariants are checked after every
-    step."""
+    """make_engine(peering, publishes, late, **settings) -> EngineCore on the real model; invariants are checked after
+    every step. late: steps overlap."""
     load_model = share.load_model
     kept: dict[str, LoadedModel] = {}
 
@@ -50,13 +52,14 @@ def make_engine():
             kept[key] = load_model(path, dtype=dtype, quantization=quantization, **settings)
         return replace(kept[key], max_model_len=max_model_len or kept[key].max_model_len)
 
-    def make(peering=None, publishes=False, **settings) -> EngineCore:
+    def make(peering=None, publishes=False, late=False, **settings) -> EngineCore:
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings
         with ExitStack() as patches:  # tests in other folders load for themselves
             for module in (share, load_drafting):
                 patches.enter_context(mock.patch.object(module, "load_model", load_shared))
             config = EngineConfig(model=MODEL, check_invariants=True, **settings)
-            return EngineCore(config, publishes=publishes, peering=peering)
+            executor = LateExecutor(open_executor(config)) if late else None
+            return EngineCore(config, executor=executor, publishes=publishes, peering=peering)
 
     return make
 

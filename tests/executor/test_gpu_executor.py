@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -150,6 +151,18 @@ def test_tokens_that_are_read_before_they_came_are_found(small_model, device, mo
         run_broken(small_model, device, harm)
 
 
+def test_an_engine_plans_ahead_of_it(small_model, device, monkeypatch):
+    config = EngineConfig(model=small_model, **SMALL)
+    requests, order = small_requests(5, 8), []
+    executor = open_executor(config, backend=BACKEND, device=device)
+    for name in ("submit", "collect"):
+        call = getattr(executor, name)
+        monkeypatch.setattr(executor, name, lambda what, name=name, call=call: order.append(name) or call(what))
+    run = drive(EngineCore(config, executor=executor), requests, every=2)
+    assert ("submit", "submit") in pairwise(order)
+    assert run.tokens == on_cpu(config, requests)
+
+
 @pytest.mark.parametrize("params", [greedy(max_tokens=6), SamplingParams(temperature=1.0, seed=3, max_tokens=6)])
 def test_submit_waits_for_nothing(small_model, device, params):
     config = EngineConfig(model=small_model, **SMALL)
@@ -195,13 +208,9 @@ def test_a_step_without_memory_is_survived_and_what_stood_on_it_is_run_again(sma
 
     monkeypatch.setattr(executor.decoder, "forward", narrow)
     requests = [request(f"r{i}", [5, 9, 3 + i], p) for i, p in enumerate([greedy(max_tokens=8), DRAWN])]
-    late = Late(config, executor, depth=2)
-    late.add(requests)
-    again = late.run()
+    run = drive(EngineCore(config, executor=executor), requests)
     assert fails[0] < 0
-    assert not late.errors
-    monkeypatch.undo()
-    assert again == on_cpu(config, requests)
+    assert run.tokens == on_cpu(config, requests)
 
 
 def test_a_lost_device_is_a_dead_engine(small_model, device):

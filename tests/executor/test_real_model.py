@@ -32,8 +32,8 @@ TEXTS = [
     "The capital of France is Paris. The capital of Italy is Rome, and that of Spain",
     "Once upon a time, in a land far away, there lived a",
 ]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-FORKED = SamplingParams(temperature=0.7, seed=5, n=3, max_tokens=7, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+FORKED = SamplingParams(temperature=0.7, seed=5, n=3, max_tokens=5, ignore_eos=True)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, pytest.param(True, marks=pytest.mark.slow)])

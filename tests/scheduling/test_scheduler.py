@@ -116,6 +116,9 @@ class Oracle:
 
     answers = None
 
+    def may_draft(self, rows) -> bool:
+        return self.random.random() < 0.5
+
     def __init__(self, seed: int, most: int = 6, right: float = 0.8, leaves: float = 0.0) -> None:
         self.leaves = leaves
         self.random = random.Random(seed)
@@ -180,7 +183,10 @@ class OffloadStore:
 
 
 class Bench:
-    """A scheduler, its memory and a device, with up to `depth` steps planned ahead of the commit."""
+    """A scheduler, its memory and a device, with up to `depth` steps planned ahead of the commit.
+
+    settles: commits all steps in flight where the scheduler does not plan ahead.
+    """
 
     def __init__(
         self,
@@ -197,6 +203,7 @@ class Bench:
         lower=0,
         payback_steps=None,
         drafter=None,
+        settles=False,
     ):
         self.tier = None if tier is None else OffloadStore(tier)
         order = POLICIES[policy](0.1)
@@ -220,6 +227,7 @@ class Bench:
         )
         self.device = SimulatedDevice(block_size, list(windows))
         self.depth = depth
+        self.settles = settles
         self.flights: deque[StepResult] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
@@ -234,6 +242,8 @@ class Bench:
         self.now += 1.0
         if self.tier is not None:
             self.tier.step(self)
+        while self.settles and self.flights and not self.scheduler.plans_ahead:
+            self.commit()
         plan = self.scheduler.schedule(self.now)
         self.digests.update(digest for one in self.scheduler.sequences() for digest in one.digests)
         if self.tier is not None:
@@ -416,6 +426,7 @@ scripts = st.lists(
     payback_steps=st.sampled_from([None, 0.1, 2]),
     drafts=st.one_of(st.none(), st.integers(0, 99)),
     leaves=st.sampled_from([0.0, 0.5, 1.0]),
+    settles=st.booleans(),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
     loads,
@@ -426,6 +437,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     budget,
     caching,
     depth,
+    settles,
     tier,
     limits,
     policy,
@@ -446,6 +458,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         budget=budget,
         caching=caching,
         depth=depth,
+        settles=settles,
         tier=tier,
         policy=policy,
         lower=lower,

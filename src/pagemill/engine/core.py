@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
 import random
 import time
@@ -31,6 +31,7 @@ from pagemill.engine.preparing import Preparing
 from pagemill.engine.publishing import Publisher
 from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats
+from pagemill.engine.step_loop import StepLoop
 from pagemill.engine.tenant_stats import tenant_stats
 from pagemill.engine.tiers import blocks_by_tier, find_by_tier, tier_figures
 from pagemill.errors import EngineDeadError, InvalidRequestError, PinNotFoundError, TooFewBlocksError
@@ -42,10 +43,8 @@ from pagemill.memory.digest import extend_chain, namespace_root
 from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
 from pagemill.scheduling.sequence import SequenceUpdate
-from pagemill.scheduling.step_plan import StepResult
+from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
-
-logger = logging.getLogger(__name__)
 
 LOAD_WAIT_S = 0.05
 """How long a step with nothing to compute waits for blocks from lower tiers, before messages are looked at again."""
@@ -94,6 +93,7 @@ class EngineCore:
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
         self._publisher = Publisher(self.memory, self.tiers, config.max_num_batched_tokens) if publishes else None
+        self._loop = StepLoop(self.executor, self.scheduler, self._start_loads, self._note_step)
         self._stalled_s = 0.0
         self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -152,6 +152,7 @@ class EngineCore:
 
         Raises `InvalidRequestError` and `ModelLoadError` children, and then loads nothing.
         """
+        self._drain()
         self._adapters.require(lora)
         return self._refresh()
 
@@ -172,43 +173,36 @@ class EngineCore:
         return None if due == math.inf else max(0.0, due - now)
 
     def step(self) -> list[SequenceOutput]:
-        """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
+        """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work.
+
+        Where the executor overlaps steps, the one planned before is committed instead, and there is work as long as one
+        is in flight.
+        """
         self._finish_loads(0.0)
         refused = self._preparing.pass_on(self._schedule)
         begun = time.monotonic()
         updates, self._ended = self._ended, []
-        updates += self._end_lost(set(), begun)
+        updates += self._loop.settle() + self._end_lost(set(), begun)
         plan = self.scheduler.schedule(begun)
         self._save_evicted()
         if plan is None:
-            return refused + self._outputs(updates + self._wait_for_loads(begun))
+            updates += self._loop.drain() if self._loop.in_flight else self._wait_for_loads(begun)
+            return refused + self._outputs(updates)
         self._was_stuck = False
-        begin = time.monotonic()
-        try:
-            lost = self.executor.apply(plan)
-            self._start_loads()
-            result = faults.run(self.executor, plan)
-        except BaseException as error:
-            ended = self.scheduler.lose_plan(plan, faults.step_failure(error), time.monotonic())
-            if not ended:
-                logger.error("a step that concerned no request failed: %s: %s", type(error).__name__, error)
-            updates += ended
-            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
-                raise
-        else:
-            now = time.monotonic()
-            updates += self._end_lost(set(lost), now) + self.scheduler.commit(result, now)
-            updates += self._end_lost(faults.unread_frames(self.executor, plan, result), now)
+        updates += self._loop.run(plan, begun)
+        if self.config.check_invariants:
+            self.memory.check()
+        return refused + self._outputs(updates)
+
+    def _note_step(self, plan: StepPlan, seconds: float, ran_s: float) -> None:
+        """Counts a step that is over, and tells those who learn from it how long it took (see `StepLoop`)."""
         self._steps += 1
-        seconds, generating = time.monotonic() - begun, plan.num_generating
+        generating = plan.num_generating
         self.scheduler.note_step(plan, seconds)
         if self._publisher is not None:
             self._publisher.note_step(seconds, plan.num_tokens - generating, generating)
         if self.tiers is not None:
-            self.tiers.note_step(plan, time.monotonic() - begin)
-        if self.config.check_invariants:
-            self.memory.check()
-        return refused + self._outputs(updates)
+            self.tiers.note_step(plan, ran_s)
 
     def _wait_for_loads(self, now: float) -> list[SequenceUpdate]:
         """Waits a little for blocks from lower tiers, since nothing can be computed without them.
@@ -247,6 +241,7 @@ class EngineCore:
             frame_bytes, (free, total) = self.executor.facts.frame_bytes, self.executor.memory()
             free += self.memory.num_frames * frame_bytes
             frames = num_frames(frame_bytes, 0, free=free, total=total, kv_memory=kv_memory)
+        self._drain()
         while self.tiers is not None and self.tiers.transfers.loading:
             self._finish_loads(LOAD_WAIT_S)
         self.scheduler.check_size(frames)
@@ -276,6 +271,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets the answers that drafts come from, and all cached blocks of the pool, which go nowhere. Returns False
         while requests or pins hold blocks: then these, and all others, stay."""
+        self._drain()
         self._save_evicted()
         if (drafter := self.scheduler.drafter) is not None and drafter.answers is not None:
             drafter.answers.clear()
@@ -379,6 +375,8 @@ class EngineCore:
     def close(self) -> None:
         """Ends every request, and keeps what can be found again, if there is a tier that outlives the process."""
         self.abort([*self._preparing, *self.scheduler.request_ids()])
+        with contextlib.suppress(EngineDeadError):
+            self._drain()
         self.scheduler.pins.clear(time.monotonic())
         if self.tiers is not None:
             while self.tiers.transfers.loading:
@@ -389,6 +387,10 @@ class EngineCore:
             self.tiers.close()
             self.tiers = None
         self.executor.close()
+
+    def _drain(self) -> None:
+        """Takes in what is in flight, between two steps."""
+        self._ended += self._loop.drain()
 
     def _save_evicted(self) -> None:
         """Copies evicted blocks out of their frames, before the device does anything."""

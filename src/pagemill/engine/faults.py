@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from pagemill.errors import EngineDeadError, KVStoreError, PagemillError, ResizeFailedError, StepFailedError
 from pagemill.executor.interface import Executor
@@ -11,26 +12,37 @@ from pagemill.scheduling.sequence import SequenceUpdate
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 
-def run(executor: Executor, plan: StepPlan) -> StepResult:
-    """Runs a plan; if that fails, runs it in halves, until the rows that cannot run have failed alone.
+def run(executor: Executor, plan: StepPlan, going_on: Sequence[bool], failure: Exception | None = None) -> StepResult:
+    """Runs a plan whose edits have been applied; if that fails, runs it in halves, until the rows that cannot run have
+    failed alone.
+
+    going_on: by row, whether its sequence goes on. Another's row may belong to somebody else by now: it is left out, as
+        if it had failed.
+    failure: why the plan has failed already as a whole; None: it has not been tried.
 
     Raises the executor's error if the plan has no rows that could fail, and EngineDeadError where it is broken as a
     whole.
     """
-    try:
-        result = executor.collect(executor.submit(plan))
-        result.check(plan)
-        return result
-    except EngineDeadError:
-        raise
-    except Exception as error:
-        rows = len(plan.rows)
-        if rows == 0:
+    rows = len(plan.rows)
+    if rows and not any(going_on):
+        return StepResult.failure(plan, StepFailedError("this request ended while its step ran"))
+    if failure is None and all(going_on):
+        try:
+            result = executor.collect(executor.submit(plan))
+            result.check(plan)
+            return result
+        except EngineDeadError:
             raise
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        if rows == 0:
+            raise failure
         if rows == 1:
-            return StepResult.failure(plan, step_failure(error))
-        half = rows // 2
-        return run(executor, plan.select(0, half)).join(run(executor, plan.select(half, rows)), half)
+            return StepResult.failure(plan, step_failure(failure))
+    half = rows // 2
+    first = run(executor, plan.select(0, half), going_on[:half])
+    return first.join(run(executor, plan.select(half, rows), going_on[half:]), half)
 
 
 def end_lost(executor: Executor, scheduler: Scheduler, frames: set[int], now: float) -> list[SequenceUpdate]:

@@ -102,7 +102,14 @@ class Executor(Protocol):
     """Carries out step plans. One thread calls it, except for `frames`.
 
     Plans are applied and submitted in the order in which they were made, and collected in that order. The next plan may
-    be made, applied and submitted before the result of this one is collected.
+    be made, applied and submitted before the result of this one is collected, but no further one. So its rows read
+    tokens that only the device knows; not those of rows whose next token depends on the last one otherwise
+    (`SamplingParams.reads_answer`), or that have drafts in this step: these are not in it. A row that turns out to have
+    ended, or failed alone, in this step may still be in the next: it must find some token of the vocabulary there, and
+    what it brings is not used.
+
+    A step that was submitted behind one that fails as a whole is void: it has no result, and leaves no trace in the
+    rows' state. It is collected, which may raise, and its rows are submitted again behind those of the one that failed.
     """
 
     @property
@@ -135,7 +142,7 @@ class Executor(Protocol):
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Waits for a step, and returns its result. Raises what failed the step as a whole; the same rows may then be
-        submitted again, in parts."""
+        submitted again, in parts, by the tables as they are then."""
 
     def resize(self, num_frames: int) -> None:
         """Gives the pool another number of frames, after the edits that it takes. Raises KVMemoryError, and changes

@@ -122,8 +122,7 @@ class MemoryCore:
     def retire(self, step: int) -> None:
         """Ends this step and all before it: they hold nothing any more."""
         self.last_retired = max(self.last_retired, step)
-        if not self.in_flight:
-            self.moving.clear()
+        self.moving.clear()  # nothing moves while a step is in flight: the first that begins afterwards copies it all
         while self.held and self.held[0][0] <= step:
             _, tenant, blocks = self.held.popleft()
             self._drop(blocks, tenant)

@@ -173,6 +173,18 @@ class SamplingParams:
         """True if the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def reads_answer(self) -> bool:
+        """True if a token is sampled by what the answer has so far: by a grammar, penalties, or words of several tokens
+        that it must not come to have."""
+        return (
+            self.structured_outputs is not None
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or any(len(word) > 1 for word in self.bad_words_token_ids or ())
+        )
+
     def _take_convenient_forms(self) -> None:
         """Takes a string for `stop`, None for an empty list, arrays for lists, JSON's "123" for 123 in `logit_bias`."""
         if isinstance(self.stop, str):

@@ -107,7 +107,7 @@ def _make_room(
     """
     if preemption.stream_largest(state):
         return True
-    if state.batch.flights or not guaranteed:
+    if not guaranteed:
         return False
     sequence, tenant = turn
     loser = preemption.borrower(state.running, tenant.account)
@@ -115,6 +115,9 @@ def _make_room(
     if loser is None and lacks_rows and tenant.rows + sequence.num_rows <= state.tenants.row_part:
         loser = preemption.crowding(state)
     if loser is None:
+        return False
+    if state.batch.flights:
+        state.put_off = True
         return False
     passed.add(state.tenants[loser.request.tenant])
     preemption.preempt(state, loser, now, draft)
@@ -228,8 +231,10 @@ def _reserve(state: SchedulerState, sequence: Sequence, opened: Opened, budget: 
     memory, table = state.memory, opened.table
     up_to = min(len(sequence.tokens), opened.num_cached_tokens + budget)
     shortage = memory.reserve(table, up_to)
-    if shortage is not None and streams and memory.stream(table, shortage.missing):
-        shortage = memory.reserve(table, up_to)
+    if shortage is not None and streams:
+        state.put_off = state.put_off or bool(state.batch.flights)
+        if memory.stream(table, shortage.missing):
+            shortage = memory.reserve(table, up_to)
     return None if shortage is None else Limit.POOL
 
 

@@ -142,9 +142,8 @@ class Batch:
                 sample_to.append(row)
                 max_accepted.append(1 + len(guesses))
                 sequence.in_flight += sequence.group is None
-                if guesses:
-                    draft_tokens += guesses
-                    sequence.open_ended = True
+                draft_tokens += guesses
+                sequence.open_ended = bool(guesses) or sequence.request.reads_answer
         self.steps += 1
         self.flights.append(Flight(self.steps, entries, list(zip(sample_from, sample_index, strict=True)), computed))
         freed, self._freed = self._freed, []

@@ -18,6 +18,11 @@ class Compactor:
         self._next = 0
         self._rest = 0
 
+    def wait(self) -> bool:
+        """Lets a step pass in which it cannot compact, behind one in flight. Returns whether it wants the next one."""
+        self._rest = max(0, self._rest - 1)
+        return not self._rest
+
     def step(self, state: SchedulerState) -> None:
         """Compacts one sequence; the last thing before a plan is made, with no step in flight."""
         if self._rest or not state.running:

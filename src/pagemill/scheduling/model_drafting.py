@@ -47,10 +47,13 @@ class ModelDrafter:
         self._control = ModelDraftControl(cost)
         self._chance = FIRST_CHANCE
 
+    def may_draft(self, rows: int) -> bool:
+        return self._control.pays(1.0, rows)
+
     def propose(
         self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
     ) -> dict[Sequence, list[int]]:
-        if not self._control.pays(1.0, rows):
+        if not self.may_draft(rows):
             return {}
         found: list[tuple[Sequence, ModelDrafting, Candidate]] = []
         for sequence, most in room.items():

@@ -36,10 +36,12 @@ def preempt(state: SchedulerState, sequence: Sequence, now: float, draft: StepDr
 
 
 def stream_largest(state: SchedulerState) -> bool:
-    """Leaves the first running sequence that has more than half of the pool just that. Returns whether one has."""
+    """Leaves the first running sequence that has more than half of the pool just that. Returns whether one has, and
+    could be left it: not while a step is in flight."""
     half = state.memory.num_frames // 2
     for one in state.running if state.memory.streamed.count else ():
         if one.table is not None and (excess := state.memory.residency(one.table).resident - half) > 0:
+            state.put_off = state.put_off or bool(state.batch.flights)
             return state.memory.stream(one.table, excess)
     return False
 

@@ -1,7 +1,8 @@
 """The scheduler: which tokens of which sequences run in the next step, and what follows from a step that has run.
 
 `schedule` and `commit` are separate: a plan needs no token of the step before it, only their number, so the next step
-can be planned while one is running. Neither looks at a clock: `now` is an argument, in seconds.
+can be planned while one is running; `plans_ahead` says when it should not. Neither looks at a clock: `now` is an
+argument, in seconds.
 """
 
 from __future__ import annotations
@@ -124,6 +125,22 @@ class Scheduler:
         state = self.state
         return bool(state.running or self.num_waiting or state.batch.flights or len(state.loading))
 
+    @property
+    def plans_ahead(self) -> bool:
+        """Returns whether the next step should be planned while one is in flight.
+
+        Not if the last plan has put something off until none is. Not while blocks stream, which the link to them
+        bounds, or drafts may pay, which need the token before them: neither could begin or end.
+        """
+        state = self.state
+        if state.put_off or self.memory.streamed.active:
+            return False
+        return self.drafter is None or not self.drafter.may_draft(max(1, len(state.running)))
+
+    def going_on(self) -> list[bool]:
+        """Returns, by row of the oldest step in flight, whether its sequence has not ended since it was planned."""
+        return [entry.sequence.status is Status.RUNNING for entry in self.state.batch.flights[0].entries]
+
     # Limits
 
     def set_tenant(self, name: str, tenant_limits: TenantLimits) -> None:
@@ -222,10 +239,10 @@ class Scheduler:
         return [update for one in losers for update in self._fail(one, error, now)]
 
     def lose_plan(self, plan: StepPlan, error: Exception, now: float) -> list[SequenceUpdate]:
-        """Commits as failed the only plan in flight, which the device has not carried out, or nobody knows how far.
+        """Commits as failed the oldest plan in flight, which the device has not carried out, or nobody knows how far.
 
-        Ends the sequences of its rows, those whose tokens or tables it changes, and what `lose` ends with the frames
-        that it copies to. What it does not name goes on.
+        Those behind it, if any, are lost too, or were never applied. Ends the sequences of its rows, those whose tokens
+        or tables it changes, and what `lose` ends with the frames that it copies to. What it does not name goes on.
         """
         updates = self.lose(set(plan.work.copy_target.tolist()), error, now)
         updates += self.commit(StepResult.failure(plan, error), now)
@@ -282,6 +299,7 @@ class Scheduler:
         """
         self.expire(now)
         state, draft = self.state, StepDraft(self.max_num_batched_tokens)
+        state.put_off = False
         generating: Wanted = []
         prompts: Wanted = []
         for sequence in state.running:
@@ -297,8 +315,11 @@ class Scheduler:
         admission.admit(state, draft, now)
         if not draft.planned and not (self.memory.has_copies and not state.batch.flights):
             return None
-        moved = 0 if state.batch.flights else self._unstreaming.step(state)
-        if self._compactor is not None and not state.batch.flights and not moved:
+        ahead = bool(state.batch.flights)
+        moved = 0 if ahead else self._unstreaming.step(state)
+        if self._compactor is not None and ahead:
+            state.put_off = self._compactor.wait() or state.put_off
+        elif self._compactor is not None and not moved:
             self._compactor.step(state)
         self.tenants.serve(draft.planned)
         if self.drafter is not None:
@@ -323,7 +344,8 @@ class Scheduler:
         state.resume(state.pending.computed(load, blocks) + state.pending.drop(load))
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Tells controller and drafter how long a step took that has been committed, planning and all."""
+        """Tells controller and drafter how long a step took that has been committed: since its beginning or, if that
+        was while another was in flight, since the commit of that one."""
         if not self._adapts and self.drafter is None:
             return
         generating = plan.num_generating
@@ -358,7 +380,7 @@ class Scheduler:
 
         Where blocks run out, a running sequence is preempted, which may be the one that asks. Not while a step is in
         flight, though: blocks given back under it come free only when it retires, so whoever lacks one sits this step
-        out.
+        out, and the next is not planned ahead.
         """
         reserve, flights = self.memory.reserve, self.state.batch.flights
         for remaining, sequence in wanted:
@@ -369,6 +391,7 @@ class Scheduler:
             up_to = sequence.scheduled + count
             while up_to > table.writable and (shortage := reserve(table, up_to)) is not None:
                 if flights:
+                    self.state.put_off = True
                     break
                 preemption.make_room(self.state, sequence, shortage, draft, now)
                 if sequence.table is None:

@@ -66,6 +66,7 @@ class Request:
     `answered` are tokens of its one sequence that another engine has brought.
     `is_admitted` says that it may wait, however many do.
     `ngrams` is the prompt's, once one of its sequences drafts.
+    `reads_answer` says that its next token depends on the last one otherwise than through the model.
     """
 
     request_id: str
@@ -88,10 +89,12 @@ class Request:
     samples: bool = field(init=False)
     """False: it ends when its prompt has been computed."""
     stop_token_ids: frozenset[int] = field(init=False)
+    reads_answer: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.samples = self.params.max_tokens != 0
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
+        self.reads_answer = self.params.reads_answer
 
     @property
     def ends_at_limit(self) -> bool:
@@ -109,9 +112,10 @@ class Sequence:
     """One line of tokens. Waiting, it holds nothing; running, a row and a block table.
 
     `scheduled` counts the tokens whose K/V are in the cache once all steps in flight have finished, and `in_flight` the
-    tokens that those steps will bring at least: what is left to compute is `len(tokens) + in_flight - scheduled`. While
-    a step in flight verifies drafts (`open_ended`), nobody knows how many tokens it will bring, and `scheduled` counts
-    the drafts: nothing can be planned behind it.
+    tokens that those steps will bring at least: what is left to compute is `len(tokens) + in_flight - scheduled`.
+    Nothing can be planned behind a step in flight that leaves it `open_ended`. It may verify drafts: then nobody knows
+    how many tokens it will bring, and `scheduled` counts the drafts. Or the next token can only be sampled once the
+    step's token has been read (`Request.reads_answer`).
     `prefill_len` counts the tokens that it computes before it generates: all but the last with which it began to run,
     whose query brings the first new one.
     """

@@ -35,6 +35,9 @@ class Drafter(Protocol):
 
     answers: AnswerCache | None
 
+    def may_draft(self, rows: int) -> bool:
+        """Returns whether drafts could pay in a step in which so many rows generate."""
+
     def propose(
         self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
     ) -> dict[Sequence, list[int]]:
@@ -124,10 +127,13 @@ class NgramDrafter:
         self._control = DraftControl()
         self.answers: AnswerCache | None = None
 
+    def may_draft(self, rows: int) -> bool:
+        return self._control.pays(1.0, rows)
+
     def propose(
         self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
     ) -> dict[Sequence, list[int]]:
-        if not self._control.pays(1.0, rows):
+        if not self.may_draft(rows):
             return {}
         found: list[tuple[Sequence, Drafting, Match, Candidate]] = []
         left = TAKEN_IN

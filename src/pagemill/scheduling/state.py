@@ -31,6 +31,7 @@ class SchedulerState:
     crowded:  whether the last sequence that could have begun found no room.
     refused:  the sequence for which no room was foreseen, and the step from which on to look again; None once another
               has stopped.
+    put_off:  whether the last plan put something off until no step is in flight: blocks are to be moved or taken away.
     """
 
     memory: MemoryManager
@@ -48,6 +49,7 @@ class SchedulerState:
     lengths: AnswerLengths | None = None
     crowded: bool = False
     refused: tuple[Sequence, int] | None = None
+    put_off: bool = False
 
     def __post_init__(self, stored: Stored | None) -> None:
         self.tenants = Tenancy(self.memory, self.pins, self.max_num_seqs)
