@@ -176,6 +176,25 @@ def test_submit_waits_for_nothing(small_model, device, params):
     assert device.waits == prompts
 
 
+def test_a_token_that_comes_late_does_not_go_to_whoever_has_its_row_by_then(small_model, device):
+    config = EngineConfig(model=small_model, **SMALL)
+    late = Late(config, open_executor(config, backend=BACKEND, device=device))
+    late.add([request("gone", [5, 9, 3], greedy(max_tokens=8))])
+    plan = late.scheduler.schedule(0.0)
+    late.executor.apply(plan)
+    flight = late.executor.submit(plan)
+    late.scheduler.abort("gone", 0.0)
+    asked = request("next", [7] * 12, greedy(max_tokens=4, logprobs=1))  # which runs by the host's tokens
+    late.add([asked])
+    behind = late.scheduler.schedule(0.0)
+    assert behind.rows == plan.rows
+    late.executor.apply(behind)
+    handle = late.executor.submit(behind)
+    late.take(late.executor.collect(flight))
+    late.take(late.executor.collect(handle))
+    assert late.run()["next", 0] == on_cpu(config, [asked])["next", 0]
+
+
 def test_rows_that_are_not_finite_fail_alone(small_model, device, monkeypatch):
     config = EngineConfig(model=small_model, **SMALL)
     executor = open_executor(config, backend=BACKEND, device=device)
