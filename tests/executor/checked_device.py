@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from pagemill.executor.device import Captured
 from pagemill.executor.interface import ExecutorMemory
 
 POISON = 0x9B
@@ -149,6 +150,8 @@ class CheckedDevice(TorchDispatchMode):
         super().__init__()
         self.nbytes = 1 << 20
         """Memory that it says to have."""
+        self.graph_bytes = 0
+        """Memory that it says a graph takes."""
         self.random = random.Random(seed)
         self.host = Clock()
         self.compute = CheckedStream(self, "compute")
@@ -213,7 +216,7 @@ class CheckedDevice(TorchDispatchMode):
                 target.copy_(source)
                 self._copies.append(Copy(use, host, host.clone(), None))
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[CheckedGraph, Tensor]:
+    def capture(self, run: Callable[[], Tensor]) -> Captured:
         run()
         if not self.captures:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
@@ -232,7 +235,7 @@ class CheckedDevice(TorchDispatchMode):
                     if is_fresh and output.numel():
                         _bytes(output).fill_(POISON)
         self.graphs.append(graph)
-        return graph, result
+        return Captured(graph, result, self.graph_bytes)
 
     def memory(self) -> ExecutorMemory:
         return ExecutorMemory(self.nbytes, self.nbytes)

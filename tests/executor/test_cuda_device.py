@@ -34,7 +34,7 @@ class FakeCuda:
         self.cached, self.free, self.total = 300, 500, 1000
         self.fails: Exception | None = None
         self.pools: list[Any] = []
-        for name in ("graph", "stream", "empty_cache", "mem_get_info", "graph_pool_handle"):
+        for name in ("graph", "stream", "empty_cache", "mem_get_info", "graph_pool_handle", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
@@ -59,6 +59,9 @@ class FakeCuda:
         if self.fails is not None:
             raise self.fails  # when the capture ends, before the stream is put back
         self.current = before
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
 
     def graph_pool_handle(self) -> object:
         return object()
@@ -89,14 +92,14 @@ def test_a_capture_that_fails_leaves_computations_their_stream(cuda: FakeCuda) -
 
 def test_graphs_share_memory_until_all_of_them_have_ended(cuda: FakeCuda) -> None:
     accelerator = device()
-    graphs = [accelerator.capture(lambda: torch.zeros(1))[0] for _ in range(2)]
+    graphs = [accelerator.capture(lambda: torch.zeros(1)).graph for _ in range(2)]
     assert accelerator.compute is cuda.default
     assert cuda.pools[0] is cuda.pools[1]
     del graphs[0]
-    graphs.append(accelerator.capture(lambda: torch.zeros(1))[0])
+    graphs.append(accelerator.capture(lambda: torch.zeros(1)).graph)
     assert cuda.pools[2] is cuda.pools[0]
     graphs.clear()
-    graphs.append(accelerator.capture(lambda: torch.zeros(1))[0])
+    graphs.append(accelerator.capture(lambda: torch.zeros(1)).graph)
     assert cuda.pools[3] is not cuda.pools[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -20,11 +20,19 @@ class Graph(Protocol):
         """Gives the work to the stream of computations."""
 
 
+class Captured(NamedTuple):
+    """A graph, the memory of its result, and the bytes that it has taken."""
+
+    graph: Graph
+    result: Tensor
+    nbytes: int
+
+
 class Device(DeviceStreams, Protocol):
     """Gives an executor one accelerator. One thread calls it."""
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """Runs `run` once, captures it, and returns the graph and the memory of its result.
+    def capture(self, run: Callable[[], Tensor]) -> Captured:
+        """Runs `run` once, and captures it.
 
         Inside, `run` may neither wait for the device nor depend on what the host knows: all is done again, as it was
         captured. Only a replay fills the result. Raises RuntimeError where the device cannot capture it.
@@ -47,13 +55,14 @@ class CudaDevice(CudaStreams):
         """Those that are alive. They share their memory: one runs at a time, and what it leaves is copied before the
         next. Torch refuses memory whose graphs have all ended while any of it is still held."""
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def capture(self, run: Callable[[], Tensor]) -> Captured:
         compute, captures = self.compute, self._captures
         captures.wait_stream(compute)
         with torch.cuda.stream(captures):
             run()  # compiles kernels, and lets libraries choose theirs: neither can be captured
         compute.wait_stream(captures)
-        graph, alive = torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
+        self.synchronize()
+        before, graph, alive = self.memory().free, torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
         pool = torch.cuda.graph_pool_handle() if alive is None else alive.pool()
         # Where a capture fails, `torch.cuda.graph` leaves its stream the current one: this one comes back in any case.
         # Other threads copy blocks meanwhile, which an error mode for all of them would forbid.
@@ -63,7 +72,7 @@ class CudaDevice(CudaStreams):
         ):
             result = run()
         self._graphs.add(graph)
-        return graph, result
+        return Captured(graph, result, max(0, before - self.memory().free))
 
     def memory(self) -> ExecutorMemory:
         torch.cuda.empty_cache()  # what torch keeps for later, such as of weights that were packed, is free
