@@ -25,6 +25,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     both = [Fa3(fake_flash_attn.fa3()), Fa2(fake_flash_attn.fa2())]
     monkeypatch.setattr(selection, "flash_attn_libraries", lambda: both)
+    monkeypatch.setattr(selection, "triton_refusal", lambda: None)
 
 
 def chosen(name: str, needs: AttentionNeeds, fastest: str = "flash_attn") -> AttentionBackend:

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pagemill import _kernels
+from pagemill.attention import selection
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
+from pagemill.executor import backend
 from pagemill.executor.backend import cpu_backend, select_backend
 from pagemill.executor.share import load_share
 from pagemill.ops.cpu_ops import CpuOps
@@ -32,27 +33,30 @@ def test_each_device_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["cuda", "auto"])
 @pytest.mark.parametrize(
-    ("capability", "triton", "kernels"),
+    ("capability", "refusal", "kernels"),
     [
-        ((7, 5), True, ["TritonQuantizedOps", "TritonAttention", "GpuDecoder", "TritonSamplingKernels"]),
-        ((7, 0), True, ["TorchOps", "TorchAttention", "Decoder", "TorchSamplingKernels"]),
-        ((9, 0), False, ["TorchOps", "TorchAttention", "Decoder", "TorchSamplingKernels"]),
+        ((7, 5), None, ["TritonQuantizedOps", "TritonAttention", "GpuDecoder", "TritonSamplingKernels"]),
+        ((7, 0), None, ["TorchOps", "TorchAttention", "Decoder", "TorchSamplingKernels"]),
+        ((9, 0), "no C compiler", ["TorchOps", "TorchAttention", "Decoder", "TorchSamplingKernels"]),
     ],
 )
 def test_gpus_get_the_kernels_that_they_can_run(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], triton: bool, kernels: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    capability: tuple[int, int],
+    refusal: str | None,
+    kernels: list[str],
 ) -> None:
-    if triton:
-        pytest.importorskip("triton")
-    else:
-        find_spec = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name))
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "triton_refusal", lambda: refusal)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu = select_backend(name)
     assert on_gpu.device == torch.device("cuda")
     ops, attention, sampling = type(on_gpu.ops), type(on_gpu.attention), type(on_gpu.sampling)
     assert [kind.__name__ for kind in (ops, attention, on_gpu.decoder, sampling)] == kernels
+    assert refusal is None or refusal in caplog.text
 
 
 def test_gpus_of_rocm_get_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +83,8 @@ def test_attention_on_cpu_is_its_own_or_torchs() -> None:
 
 def test_a_gpus_attention_is_chosen_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    for module in (backend, selection):
+        monkeypatch.setattr(module, "triton_refusal", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(

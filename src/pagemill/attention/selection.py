@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pagemill.attention.interface import AttentionBackend
 from pagemill.attention.support import AttentionNeeds, Support
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
+from pagemill.ops.triton_driver import triton_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ Measure = Callable[[Mapping[str, AttentionBackend]], str]
 def candidates(needs: AttentionNeeds) -> list[Candidate]:
     """Returns all backends for a GPU, in the order in which they are taken without a measurement."""
     capability = needs.capability
-    has_triton = importlib.util.find_spec("triton") is not None
+    no_triton = "it needs an NVIDIA GPU; use device 'cuda'" if capability is None else triton_refusal()
 
     def rest() -> AttentionBackend:
-        if capability is None or not has_triton or TRITON_SUPPORT.refusal(needs) is not None:
+        if capability is None or no_triton is not None or TRITON_SUPPORT.refusal(needs) is not None:
             return TorchAttention()
         from pagemill.attention.triton_backend import TritonAttention  # imports triton
 
@@ -53,7 +53,7 @@ def candidates(needs: AttentionNeeds) -> list[Candidate]:
     def flash_attention(library: FlashAttnLibrary) -> AttentionBackend:
         return FlashAttention(library, rest())
 
-    found = [Candidate("triton", TRITON_SUPPORT, rest, None if has_triton else "triton is missing; install triton")]
+    found = [Candidate("triton", TRITON_SUPPORT, rest, no_triton)]
     libraries = [] if capability is None else flash_attn_libraries()
     found.extend(Candidate("flash_attn", each.support, partial(flash_attention, each)) for each in libraries)
     if not libraries:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from pagemill.models.decoder import Decoder, DecoderMaker
 from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.interface import Ops
 from pagemill.ops.torch_ops import TorchOps
+from pagemill.ops.triton_driver import triton_refusal
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
 from pagemill.sampling.kernels import SamplingKernels
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
@@ -81,18 +81,18 @@ def select_backend(name: str, num_threads: int | None = None, attention: str = "
 
 
 def cuda_backend(device: torch.device) -> Backend:
-    """Returns Triton's operators, attention and sampling; torch's where Triton is missing, or the GPU is AMD's or older
-    than the kernels."""
+    """Returns Triton's operators, attention and sampling; torch's where Triton is missing or cannot start, or the GPU
+    is AMD's or older than the kernels."""
     backend = torch_backend(device)
     if torch.version.hip is not None:
         logger.warning("everything runs in plain torch: Triton's kernels are made for NVIDIA GPUs, not for ROCm")
         return backend
     capability = torch.cuda.get_device_capability(device)
-    if importlib.util.find_spec("triton") is None:
-        logger.warning("everything runs in plain torch, far slower than in Triton: install triton")
-        return backend
     if capability < TRITON_CAPABILITY:
         logger.warning("everything runs in plain torch: Triton needs compute capability 7.5, not %d.%d", *capability)
+        return backend
+    if (refusal := triton_refusal()) is not None:
+        logger.warning("everything runs in plain torch, far slower than in Triton: %s", refusal)
         return backend
     from pagemill.attention.triton_backend import TritonAttention  # these import triton
     from pagemill.models.gpu_decoder import GpuDecoder

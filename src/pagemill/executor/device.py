@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -50,8 +51,9 @@ class CudaDevice(CudaStreams):
     def __init__(self, where: torch.device) -> None:
         super().__init__(where)
         self._captures = self.stream()
-        self._pool = torch.cuda.graph_pool_handle()
-        """The memory that all graphs share: one runs at a time, and what it leaves is copied before the next."""
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        """Those that are alive. They share their memory: one runs at a time, and what it leaves is copied before the
+        next. Torch refuses memory whose graphs have all ended while any of it is still held."""
 
     def capture(self, run: Callable[[], Tensor]) -> Captured:
         compute, captures = self.compute, self._captures
@@ -60,14 +62,20 @@ class CudaDevice(CudaStreams):
             run()  # compiles kernels, and lets libraries choose theirs: neither can be captured
         compute.wait_stream(captures)
         self.synchronize()
-        torch.cuda.empty_cache()  # as capturing does, so that what it takes can be counted
-        before, graph = self.memory().free, torch.cuda.CUDAGraph()
+        before, graph, alive = self.memory().free, torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
+        pool = torch.cuda.graph_pool_handle() if alive is None else alive.pool()
+        # Where a capture fails, `torch.cuda.graph` leaves its stream the current one: this one comes back in any case.
         # Other threads copy blocks meanwhile, which an error mode for all of them would forbid.
-        with torch.cuda.graph(graph, pool=self._pool, stream=captures, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(compute),
+            torch.cuda.graph(graph, pool=pool, stream=captures, capture_error_mode="thread_local"),
+        ):
             result = run()
+        self._graphs.add(graph)
         return Captured(graph, result, max(0, before - self.memory().free))
 
     def memory(self) -> ExecutorMemory:
+        torch.cuda.empty_cache()  # what torch keeps for later, such as of weights that were packed, is free
         return ExecutorMemory(*torch.cuda.mem_get_info(self.where))
 
     def synchronize(self) -> None:
