@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from pagemill.executor.device import Captured
 from pagemill.executor.interface import ExecutorMemory
 
 POISON = 0x9B
@@ -153,6 +154,8 @@ class CheckedDevice(TorchDispatchMode):
         """Memory that it says work takes, when asked to measure that."""
         self.idle_nbytes = 0
         """Memory that it says to hold for work to come."""
+        self.graph_bytes = 0
+        """Memory that it says a graph takes."""
         self.random = random.Random(seed)
         self.host = Clock()
         self.compute = CheckedStream(self, "compute")
@@ -217,7 +220,7 @@ class CheckedDevice(TorchDispatchMode):
                 target.copy_(source)
                 self._copies.append(Copy(use, host, host.clone(), None))
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[CheckedGraph, Tensor]:
+    def capture(self, run: Callable[[], Tensor]) -> Captured:
         run()
         if not self.captures:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
@@ -236,7 +239,7 @@ class CheckedDevice(TorchDispatchMode):
                     if is_fresh and output.numel():
                         _bytes(output).fill_(POISON)
         self.graphs.append(graph)
-        return graph, result
+        return Captured(graph, result, self.graph_bytes)
 
     def memory(self) -> ExecutorMemory:
         return ExecutorMemory(self.nbytes, self.nbytes)

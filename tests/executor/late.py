@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import defaultdict, deque
 
 from pagemill.config import EngineConfig
-from pagemill.engine import faults
 from pagemill.engine.build import build
-from pagemill.errors import EngineDeadError
 from pagemill.executor.interface import Executor, StepHandle
 from pagemill.memory.digest import root_digest
 from pagemill.scheduling.sequence import Request
-from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.scheduling.step_plan import StepResult
 
 Tokens = dict[tuple[str, int], list[int]]
 
@@ -48,27 +45,9 @@ class Late:
     def collect(self) -> None:
         if self._flights:
             handle = self._flights.popleft()
-            try:
-                result = self.executor.collect(handle)
-            except EngineDeadError:
-                raise
-            except Exception:
-                self._again(handle.plan)
-                return
+            result = self.executor.collect(handle)
             result.check(handle.plan)
             self.take(result)
-
-    def _again(self, plan: StepPlan) -> None:
-        """Runs a step again, which has failed, and those that stood on it."""
-        plans = [plan]
-        while self._flights:
-            handle = self._flights.popleft()
-            with contextlib.suppress(RuntimeError):
-                self.executor.collect(handle)
-                raise AssertionError("a step that stood on one that failed has a result")
-            plans.append(handle.plan)
-        for each in plans:
-            self.take(faults.run(self.executor, each))
 
     def take(self, result: StepResult) -> None:
         for update in self.scheduler.commit(result, 0.0):

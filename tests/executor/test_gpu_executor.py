@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from late import Late
 from static_attention import StaticAttention
 
 from core.drive import drive, request
-from interpreter import CAPABILITY
+from interpreter import CAPABILITY, DEVICE
 from pagemill.attention.triton_backend import TritonAttention
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -150,6 +151,18 @@ def test_tokens_that_are_read_before_they_came_are_found(small_model, device, mo
         run_broken(small_model, device, harm)
 
 
+def test_an_engine_plans_ahead_of_it(small_model, device, monkeypatch):
+    config = EngineConfig(model=small_model, **SMALL)
+    requests, order = small_requests(5, 8), []
+    executor = open_executor(config, backend=BACKEND, device=device)
+    for name in ("submit", "collect"):
+        call = getattr(executor, name)
+        monkeypatch.setattr(executor, name, lambda what, name=name, call=call: order.append(name) or call(what))
+    run = drive(EngineCore(config, executor=executor), requests, every=2)
+    assert ("submit", "submit") in pairwise(order)
+    assert run.tokens == on_cpu(config, requests)
+
+
 @pytest.mark.parametrize("params", [greedy(max_tokens=6), SamplingParams(temperature=1.0, seed=3, max_tokens=6)])
 def test_submit_waits_for_nothing(small_model, device, params):
     config = EngineConfig(model=small_model, **SMALL)
@@ -161,6 +174,25 @@ def test_submit_waits_for_nothing(small_model, device, params):
     late.add([request("again", [5], params)])
     late.run()
     assert device.waits == prompts
+
+
+def test_a_token_that_comes_late_does_not_go_to_whoever_has_its_row_by_then(small_model, device):
+    config = EngineConfig(model=small_model, **SMALL)
+    late = Late(config, open_executor(config, backend=BACKEND, device=device))
+    late.add([request("gone", [5, 9, 3], greedy(max_tokens=8))])
+    plan = late.scheduler.schedule(0.0)
+    late.executor.apply(plan)
+    flight = late.executor.submit(plan)
+    late.scheduler.abort("gone", 0.0)
+    asked = request("next", [7] * 12, greedy(max_tokens=4, logprobs=1))  # which runs by the host's tokens
+    late.add([asked])
+    behind = late.scheduler.schedule(0.0)
+    assert behind.rows == plan.rows
+    late.executor.apply(behind)
+    handle = late.executor.submit(behind)
+    late.take(late.executor.collect(flight))
+    late.take(late.executor.collect(handle))
+    assert late.run()["next", 0] == on_cpu(config, [asked])["next", 0]
 
 
 def test_rows_that_are_not_finite_fail_alone(small_model, device, monkeypatch):
@@ -195,13 +227,9 @@ def test_a_step_without_memory_is_survived_and_what_stood_on_it_is_run_again(sma
 
     monkeypatch.setattr(executor.decoder, "forward", narrow)
     requests = [request(f"r{i}", [5, 9, 3 + i], p) for i, p in enumerate([greedy(max_tokens=8), DRAWN])]
-    late = Late(config, executor, depth=2)
-    late.add(requests)
-    again = late.run()
+    run = drive(EngineCore(config, executor=executor), requests)
     assert fails[0] < 0
-    assert not late.errors
-    monkeypatch.undo()
-    assert again == on_cpu(config, requests)
+    assert run.tokens == on_cpu(config, requests)
 
 
 def test_a_lost_device_is_a_dead_engine(small_model, device):
@@ -215,6 +243,7 @@ def test_a_lost_device_is_a_dead_engine(small_model, device):
     device.broken = False
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="Triton interprets kernels where there is no GPU")
 def test_attention_in_triton_runs_ahead(small_model, device):
     """The interpreter's kernels read and write memory unseen: of them only the tokens are checked."""
     config = EngineConfig(model=small_model, **SMALL)

@@ -20,7 +20,7 @@ from pagemill.text.tokenizer import Tokenizer
 SETTINGS = {
     "model": "smollm2-135m",
     "dtype": "float32",
-    "max_model_len": 128,
+    "max_model_len": 64,
     "max_num_batched_tokens": 32,
     "max_num_seqs": 8,
     "kv_memory": "9MiB",
@@ -32,8 +32,8 @@ TEXTS = [
     "The capital of France is Paris. The capital of Italy is Rome, and that of Spain",
     "Once upon a time, in a land far away, there lived a",
 ]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-FORKED = SamplingParams(temperature=0.7, seed=5, n=3, max_tokens=7, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+FORKED = SamplingParams(temperature=0.7, seed=5, n=3, max_tokens=5, ignore_eos=True)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -50,7 +50,7 @@ def test_greedy_tokens_are_those_of_the_host(device, monkeypatch, enforce_eager)
     late.add(requests)
     while len(late.tokens) < len(requests):
         late.step()
-    late.resize(8)  # fewer than what runs has taken
+    late.resize(5)  # fewer than what runs has taken
     tokens = dict(late.run())
     late.tokens.clear()
     late.add(requests[2:3])

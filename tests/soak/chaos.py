@@ -23,15 +23,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 from tests.eager_drafter import Eager
+from tests.late_executor import LateExecutor
 from tests.soak.drawn_engine import ADAPTERS, FORMATS, HEADS, MODEL, TEXT, DrawnEngine
 from tests.soak.soak_faults import Faults
 
 from pagemill import LLM, PoolingParams, SamplingParams, TenantLimits
 from pagemill.engine.messages import EngineRequest, Failure
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError
+from pagemill.executor.load import open_executor
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.worker import immediately
 from pagemill.namespace import Namespace
@@ -93,12 +96,14 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.drawn = DrawnEngine(folder, seed)
         self.frames, frame_bytes = self.drawn.frames, self.drawn.frame_bytes
-        self.llm = LLM(
-            MODEL, max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96, check_invariants=True,
-            kv_memory=self.frames * frame_bytes, kv_host_memory=8 * frame_bytes, kv_disk_memory=160 * frame_bytes,
-            kv_disk_path=str(folder), max_sessions=6, tenants={name: TenantLimits() for name in TENANTS[1:]},
-            **self.drawn.same, **self.drawn.others,
-        )  # fmt: skip
+        opens = (lambda *args: LateExecutor(open_executor(*args))) if self.drawn.overlaps else open_executor
+        with mock.patch("pagemill.engine.core.open_executor", opens):
+            self.llm = LLM(
+                MODEL, max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96, check_invariants=True,
+                kv_memory=self.frames * frame_bytes, kv_host_memory=8 * frame_bytes, kv_disk_memory=160 * frame_bytes,
+                kv_disk_path=str(folder), max_sessions=6, tenants={name: TenantLimits() for name in TENANTS[1:]},
+                **self.drawn.same, **self.drawn.others,
+            )  # fmt: skip
         assert self.llm.stats().block_bytes == frame_bytes
         self.core = self.llm.client.core
         own = self.core.scheduler.drafter

@@ -52,12 +52,13 @@ def kinds(seed: int) -> tuple[str, str]:
 class DrawnEngine:
     """Settings of one engine. `same`: those that decide the bits of an answer; `others`: those that must not.
 
-    frames: of the pool. frame_bytes: of one of them.
+    frames: of the pool. frame_bytes: of one of them. overlaps: whether its steps overlap; every second seed's do.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         draw = random.Random(seed)
         self.kv_format, self.method = kinds(seed)
+        self.overlaps = seed % 2 == 0
         form = kv_format(self.kv_format)
         self.weights = draw.choice([*WEIGHTS])
         self.frames = 52 if form.precise else 40  # remainders need some
@@ -79,7 +80,8 @@ class DrawnEngine:
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {value}" for name, value in self.others.items() if name != "speculative_config")
-        return f"K/V in {self.kv_format}, drafts by {self.method}, weights {self.weights}, {others}"
+        name = f"K/V in {self.kv_format}, drafts by {self.method}, weights {self.weights}"
+        return f"{name}, overlaps {self.overlaps}, {others}"
 
 
 def save_heads(folder: Path) -> str:

@@ -38,7 +38,8 @@ class Faults:
         self._next: list[dict[str, float]] = []
         self._disk: DiskStore = core.tiers.offload.tiers[-1]
         self._streamed = core.executor.pool.streamed_file
-        put, read, run, apply = self._disk.put, self._disk.read, core.executor.run, core.executor.apply
+        executor = getattr(core.executor, "inner", core.executor)
+        put, read, run, apply = self._disk.put, self._disk.read, executor.run, executor.apply
         write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead.read_runs
 
         def failing_put(*args):
@@ -78,7 +79,7 @@ class Faults:
             return not self._happens("unread", 1 / 30) and read_layer(*args)
 
         self._disk.put, self._disk.read = failing_put, failing_read
-        core.executor.run, core.executor.apply = failing_run, failing_apply
+        executor.run, executor.apply = failing_run, failing_apply
         self._streamed.write, self._streamed.read = failing_write_below, failing_read_below
         self._patched = streamed_file.written_back, read_layer
         read_ahead.read_runs = failing_read_layer

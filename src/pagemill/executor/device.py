@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,19 @@ class Graph(Protocol):
         """Gives the work to the stream of computations."""
 
 
+class Captured(NamedTuple):
+    """A graph, the memory of its result, and the bytes that it has taken."""
+
+    graph: Graph
+    result: Tensor
+    nbytes: int
+
+
 class Device(DeviceStreams, Protocol):
     """Gives an executor one accelerator. One thread calls it."""
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """Runs `run` once, captures it, and returns the graph and the memory of its result.
+    def capture(self, run: Callable[[], Tensor]) -> Captured:
+        """Runs `run` once, and captures it.
 
         Inside, `run` may neither wait for the device nor depend on what the host knows: all is done again, as it was
         captured. Only a replay fills the result. Raises RuntimeError where the device cannot capture it.
@@ -52,17 +60,19 @@ class CudaDevice(CudaStreams):
         self._pool = torch.cuda.graph_pool_handle()
         """The memory that all graphs share: one runs at a time, and what it leaves is copied before the next."""
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def capture(self, run: Callable[[], Tensor]) -> Captured:
         compute, captures = self.compute, self._captures
         captures.wait_stream(compute)
         with torch.cuda.stream(captures):
             run()  # compiles kernels, and lets libraries choose theirs: neither can be captured
         compute.wait_stream(captures)
-        graph = torch.cuda.CUDAGraph()
+        self.synchronize()
+        torch.cuda.empty_cache()  # as capturing does, so that what it takes can be counted
+        before, graph = self.memory().free, torch.cuda.CUDAGraph()
         # Other threads copy blocks meanwhile, which an error mode for all of them would forbid.
         with torch.cuda.graph(graph, pool=self._pool, stream=captures, capture_error_mode="thread_local"):
             result = run()
-        return graph, result
+        return Captured(graph, result, max(0, before - self.memory().free))
 
     def memory(self) -> ExecutorMemory:
         return ExecutorMemory(*torch.cuda.mem_get_info(self.where))

@@ -112,7 +112,9 @@ class GpuExecutor(LocalExecutor):
         try:
             return super().apply(plan)
         except RuntimeError as error:
-            raise self._cause(error) from error
+            if (lost := self._lost(error)) is not None:
+                raise lost from error
+            raise
 
     def submit(self, plan: StepPlan) -> StepHandle:
         if not len(plan.rows):
@@ -121,7 +123,7 @@ class GpuExecutor(LocalExecutor):
             try:
                 return StepHandle(plan, self._launch(plan) if self._runs_ahead(plan) else self._run_here(plan))
             except Exception as error:
-                self._failed = self._cause(error)
+                self._failed = self._lost(error) or error
         return StepHandle(plan, self._failed)
 
     def collect(self, handle: StepHandle) -> StepResult:
@@ -237,7 +239,9 @@ class GpuExecutor(LocalExecutor):
         try:
             tokens = flight.slot.wait(int(flight.places.max(initial=-1)) + 1)[flight.places]
         except RuntimeError as error:
-            raise self._cause(error) from error
+            if (dead := self._lost(error)) is not None:
+                raise dead from error
+            raise
         self._ring.give_back(flight.slot)
         same = self._seats[plan.sample_to] == flight.seats
         ends = (plan.starts + plan.query_lens)[plan.sample_from]
@@ -250,12 +254,12 @@ class GpuExecutor(LocalExecutor):
         flight.result = StepResult(accepted, [None] * len(accepted), failed)
         return flight.result
 
-    def _cause(self, error: Exception) -> Exception:
-        """Returns what an error of a step means: itself, or DeviceLostError if the device does no more work."""
+    def _lost(self, error: Exception) -> DeviceLostError | None:
+        """Returns what an error of a step means if the device does no more work; None if it does."""
         if isinstance(error, RuntimeError):
             try:
                 self._accelerator.synchronize()
-            except RuntimeError as lost:
-                self._failed = DeviceLostError.of(self._accelerator.where, lost)
-                return self._failed
-        return error
+            except RuntimeError as last:
+                self._failed = lost = DeviceLostError.of(self._accelerator.where, last)
+                return lost
+        return None

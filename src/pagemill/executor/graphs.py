@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pagemill.executor.device import Device, Graph
+from pagemill.executor.device import Captured, Device
 from pagemill.executor.staging import Place
 
 logger = logging.getLogger(__name__)
@@ -49,12 +49,11 @@ RunStep = Callable[[Tensor, Sequence[Place], Shape], Tensor]
 """Runs a step whose arrays lie at these places of memory. Returns the sampled tokens, int32 [samples]."""
 
 
-class Captured(NamedTuple):
-    """A graph, where its arrays are put, and where it leaves the sampled tokens."""
+class DecodeGraph(NamedTuple):
+    """A captured step, and where its arrays are put."""
 
-    graph: Graph
+    captured: Captured
     memory: Tensor
-    tokens: Tensor
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -86,7 +85,7 @@ class Graphs:
         self._device = device
         self._run = run
         self._sizes, self._contexts = batch_sizes(rows), context_lengths(context)
-        self._captured: dict[Shape, Captured] = {}
+        self._captured: dict[Shape, DecodeGraph] = {}
         self._seen: Counter[Shape] = Counter()
         self._bytes = 0
         self._full = False
@@ -110,37 +109,36 @@ class Graphs:
     def run(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Tensor:
         """Runs a step that was padded to `shape`, as a graph if there is one or can be. Returns what `RunStep` does:
         the memory of the result is the next step's too."""
-        captured = self._captured.get(shape)
-        if captured is None and (captured := self._capture(memory, places, shape)) is None:
+        known = self._captured.get(shape) or self._capture(memory, places, shape)
+        if known is None:
             return self._run(memory, places, shape)
-        captured.memory.copy_(memory[: len(captured.memory)])
-        captured.graph.replay()
-        return captured.tokens
+        known.memory.copy_(memory[: len(known.memory)])
+        known.captured.graph.replay()
+        return known.captured.result
 
     def clear(self) -> None:
         """Gives up all graphs, before memory moves that they use. Nothing may be running."""
         self._captured.clear()
         self._bytes = 0
 
-    def _capture(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Captured | None:
+    def _capture(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> DecodeGraph | None:
         """Captures a step; None, from then on for all, where that fails or takes more memory than there is for it."""
         if self._full:
             return None
         arrays = memory[: places[-1].begin + places[-1].nbytes].clone()
-        before = self._device.memory().free
-        if self._bytes > budget(before + self._bytes):
+        if self._bytes > budget(self._device.memory().free + self._bytes):
             self._full = True
             logger.info("%d graphs of decode steps take %d MiB; no more are captured", len(self), self._bytes >> 20)
             return None
         try:
-            graph, tokens = self._device.capture(lambda: self._run(arrays, places, shape))
+            captured = self._device.capture(lambda: self._run(arrays, places, shape))
         except RuntimeError as error:
             self._device.synchronize()
             self._full = True
             logger.warning("decode steps run without CUDA graphs, more slowly: %s", error)
             return None
-        self._bytes += max(0, before - self._device.memory().free)
-        captured = self._captured[shape] = Captured(graph, arrays, tokens)
+        self._bytes += captured.nbytes
+        known = self._captured[shape] = DecodeGraph(captured, arrays)
         what = "drawn" if shape.draws else "greedy"
         logger.info("captured %s decode steps of %d rows, contexts of %d", what, shape.tokens, shape.longest_context)
-        return captured
+        return known
