@@ -19,6 +19,7 @@ from pagemill.engine.build import build
 from pagemill.errors import KVMemoryError
 from pagemill.executor.activation_peak import TRANSFER_BYTES
 from pagemill.executor.backend import torch_backend
+from pagemill.executor.device import CudaDevice
 from pagemill.executor.device_rows import DeviceRows
 from pagemill.executor.graphs import MOST_BYTES
 from pagemill.executor.interface import ExecutorMemory
@@ -173,6 +174,7 @@ def test_the_largest_step_leaves_no_trace(small_model, device, monkeypatch):
     assert late.run() == on_cpu(config, requests)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int4_mixed"])
 def test_tritons_kernels_take_the_largest_step(tmp_path, device, monkeypatch, kv_cache_dtype):
     choose, chosen = TritonSamplingKernels.choose_on_device, []
@@ -189,3 +191,18 @@ def test_tritons_kernels_take_the_largest_step(tmp_path, device, monkeypatch, kv
     assert truncate
     assert len(tokens) == 8
     assert (tokens >= 0).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_work_takes_on_a_gpu():
+    gpu, kept = CudaDevice(torch.device("cuda")), []
+
+    def work():
+        kept.append(torch.empty(32 * MIB, dtype=torch.uint8, device=gpu.where))
+        torch.empty(64 * MIB, dtype=torch.uint8, device=gpu.where)
+
+    assert 64 * MIB <= gpu.peak(work) < 90 * MIB  # torch takes memory in pieces of up to 20 MiB
+    idle = gpu.idle()
+    assert idle < 26 * MIB
+    kept.clear()
+    assert gpu.idle() == idle + 32 * MIB
