@@ -11,6 +11,14 @@ ATTACK_ARGS ?=
 SANITIZE_ARGS ?=
 ARM_ARGS ?=
 SCHEDULES ?= 3000
+# Of GPUs that `make compile-gpu` compiles for: 75 is compute capability 7.5.
+CAPABILITIES ?= 75 80 90 100 120
+# What `make test-gpu` and `make bench-gpu` may take on a GPU, each.
+MINUTES ?= 8
+# An installed Python, with torch and triton, that these two take in the place of .venv; and what they install for it
+# beside, without touching it: this checkout, or wheels.
+GPU_PYTHON ?=
+GPU_PACKAGES ?= .
 # Where torch comes from: an index URL, or "pip" for whatever pip is set up with. Empty: scripts/install decides.
 TORCH_INDEX ?=
 # The Python that makes .venv. Empty: scripts/install looks for one.
@@ -25,13 +33,17 @@ KERNEL_SOURCES := $(shell find csrc CMakeLists.txt src/pagemill/_kernels.pyi -ty
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements/lock.txt
 MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
+GPU_SITE := build/gpu-python
+GPU_READY := $(if $(GPU_PYTHON),gpu-python,$(BUILT))
+GPU_RUN = $(if $(GPU_PYTHON),PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON),$(BIN)/python)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-gpu test-minimum test-clients test-ray test-faults coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize test-arm wheel clean distclean
+.PHONY: help serve test test-slow test-gpu compile-gpu gpu-python test-minimum test-clients test-ray test-faults coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize test-arm wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= ATTACK_ARGS= SANITIZE_ARGS= ARM_ARGS= SCHEDULES=$(SCHEDULES) TORCH_INDEX= PYTHON="
+	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= ATTACK_ARGS= SANITIZE_ARGS= ARM_ARGS= SCHEDULES=$(SCHEDULES) CAPABILITIES=\"$(CAPABILITIES)\" MINUTES=$(MINUTES) GPU_PYTHON= GPU_PACKAGES=$(GPU_PACKAGES) TORCH_INDEX= PYTHON="
 
 serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 	@$(MODEL_READY)
@@ -68,12 +80,14 @@ bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (
 	@$(MODEL_READY)
 	@exec $(BIN)/pagemill bench $(MODEL) $(BENCH_ARGS)
 
-test-gpu: $(BUILT)  ## Compile the GPU kernels in the usual configurations and run their tests, on this machine's GPU if it has one (settings: PYTEST_ARGS)
-	@$(BIN)/python tests/attention/compile_for_gpus.py 75 80 90 100 120
-	@$(BIN)/python tests/ops/compile_quantized_for_gpus.py 75 80 90 100 120
-	@$(BIN)/python tests/ops/compile_for_gpus.py 75 80 90 100 120
-	@$(BIN)/python tests/sampling/compile_for_gpus.py 75 80 90 100 120
-	@exec $(BIN)/python -m pytest tests/attention tests/ops tests/sampling tests/parity -k "triton or gpu" $(PYTEST_ARGS)
+test-gpu: $(GPU_READY)  ## Run the GPU's tests on this machine's GPU within 8 minutes, or without one in Triton's interpreter, into build/gpu-report (settings: MINUTES, GPU_PYTHON, GPU_PACKAGES, PYTEST_ARGS)
+	@$(GPU_RUN) -m benchmarks.gpu_report tests --minutes $(MINUTES) -- $(PYTEST_ARGS)
+
+compile-gpu: $(BUILT)  ## Compile all GPU kernels in the usual configurations, without a GPU, and state what each takes: many minutes for each capability (settings: CAPABILITIES)
+	@$(BIN)/python tests/attention/compile_for_gpus.py $(CAPABILITIES)
+	@$(BIN)/python tests/ops/compile_quantized_for_gpus.py $(CAPABILITIES)
+	@$(BIN)/python tests/ops/compile_for_gpus.py $(CAPABILITIES)
+	@$(BIN)/python tests/sampling/compile_for_gpus.py $(CAPABILITIES)
 
 test-minimum: wheel  ## Run tests of the HTTP server with the oldest versions that pyproject.toml allows of what it stands on (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
@@ -91,12 +105,8 @@ test-ray: $(BUILT)  ## Install Ray, then serve replicas, kill each kind of proce
 test-faults: $(BUILT)  ## Draw 3000 schedules of faults between a front end and its replicas, in simulated time (settings: SCHEDULES, PYTEST_ARGS)
 	@PAGEMILL_FAULT_SCHEDULES=$(SCHEDULES) exec $(BIN)/python -m pytest tests/distributed/test_fault_schedules.py --timeout 0 $(PYTEST_ARGS)
 
-bench-gpu: $(BUILT)  ## Measure attention (settings: BENCH_ARGS), other operators, sampling, products with quantized weights and whole decode steps on this machine's NVIDIA GPU
-	@$(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)
-	@$(BIN)/python -m benchmarks.gpu_ops
-	@$(BIN)/python -m benchmarks.gpu_weights
-	@$(BIN)/python -m benchmarks.gpu_sampling
-	@$(BIN)/python -m benchmarks.gpu_decode
+bench-gpu: $(GPU_READY)  ## Measure kernels and decode steps on this machine's NVIDIA GPU within 8 minutes, into build/gpu-report (settings: MINUTES, GPU_PYTHON, GPU_PACKAGES, BENCH_ARGS=--full)
+	@$(GPU_RUN) -m benchmarks.gpu_report benchmarks --minutes $(MINUTES) $(BENCH_ARGS)
 
 build: $(BUILT)  ## Make .venv, install the pinned dependencies, build the kernels
 
@@ -142,6 +152,11 @@ distclean: clean  ## Remove .venv too
 $(INSTALLED): pyproject.toml requirements/lock.txt scripts/install
 	@VENV=$(VENV) PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" scripts/install
 	@touch $@
+
+# pip decides what is old: it takes seconds where nothing in csrc/ has changed, as CMake's folder stays.
+gpu-python:
+	@$(GPU_PYTHON) -c "import torch, triton" || { echo "error: GPU_PYTHON=$(GPU_PYTHON) needs torch and triton" >&2; exit 1; }
+	@$(GPU_PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --no-index --no-build-isolation --upgrade --target $(GPU_SITE) $(GPU_PACKAGES)
 
 # The package itself, editable: Python files are used where they are; kernels are compiled again when their sources change.
 $(BUILT): $(INSTALLED) $(KERNEL_SOURCES)

@@ -268,7 +268,9 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {dtype}, ", end="")
     print(f"copies {copies:.2f} TB/s, bf16 products {products:.0f} TFLOP/s\n\n{table(results)}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "results": [asdict(r) for r in results]}))
+        modelled = [sizes.roofline_s(*case, ceilings) / sizes.expected_s(*case, ceilings) for case in cases]
+        said = {"ceilings": asdict(ceilings), "results": [asdict(r) for r in results], "modelled_shares": modelled}
+        options.json.write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -98,3 +98,18 @@ def _commands(command):
 
 def _flags(command):
     return [flag for param in command.params for flag in (*param.opts, *param.secondary_opts)]
+
+
+def test_targets_that_pages_name_are_in_the_makefile():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "archive" not in page.parts]
+    for page in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]:
+        for named in re.findall(r"(?:^|`)make ((?:[a-z][a-z-]* ?)+)", page.read_text(), re.MULTILINE):
+            assert set(named.split()) <= targets, f"{page.relative_to(ROOT)} names make {named}"
+
+
+def test_settings_of_the_gpus_targets_are_explained():
+    makefile, page = (ROOT / "Makefile").read_text(), (ROOT / "CONTRIBUTING.md").read_text()
+    for setting in ("CAPABILITIES", "MINUTES", "GPU_PYTHON", "GPU_PACKAGES"):
+        assert re.search(rf"^{setting} \?=", makefile, re.MULTILINE)
+        assert f"{setting}=" in page

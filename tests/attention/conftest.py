@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=list(left_out))
 
 
-@pytest.fixture(params=["torch", "triton", *_kernels.available_isas()])
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.gpu), *_kernels.available_isas()])
 def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     if request.param == "torch":
         yield TorchAttention()

@@ -77,6 +77,7 @@ def test_a_window_of_a_block_has_no_full_block() -> None:
         window_tables(batch, 0, 16, 16)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or not flash_attn_libraries(), reason="flash-attn needs a GPU")
 def test_the_real_library() -> None:
     from pagemill.attention.support import Support

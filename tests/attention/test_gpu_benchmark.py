@@ -16,6 +16,8 @@ from benchmarks import gpu_attention
 from interpreter import CAPABILITY, DEVICE
 from pagemill.kvcache.kv_format import kv_format
 
+pytestmark = pytest.mark.gpu
+
 
 def timed(run: Callable[[], object]) -> float:
     result = run()

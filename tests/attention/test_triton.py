@@ -25,6 +25,8 @@ from pagemill.attention.interface import GroupBatch
 from pagemill.attention.triton_backend import CHUNK, TritonAttention, most_chunks, rows_at_once
 from pagemill.kvcache.layout import block_major
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture
 def equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:

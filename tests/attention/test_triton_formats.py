@@ -20,6 +20,8 @@ from pagemill.attention.triton_backend import TritonAttention
 from pagemill.attention.triton_tiles import widened
 from pagemill.kvcache.layout import block_major
 
+pytestmark = pytest.mark.gpu
+
 EIGHT_BITS = [
     (torch.float8_e4m3fn, "e4m3", False),
     (torch.float8_e4m3fn, "e4m3", True),

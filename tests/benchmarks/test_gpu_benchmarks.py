@@ -22,6 +22,8 @@ from pagemill.executor.device import CudaDevice
 from pagemill.models.gpu_decoder import GpuDecoder
 from pagemill.ops.triton_ops import TritonOps
 
+pytestmark = pytest.mark.gpu
+
 CEILINGS = Ceilings(1e9, 1e12)
 
 

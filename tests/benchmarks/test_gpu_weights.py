@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_weights import KINDS, run, table
 
+pytestmark = pytest.mark.gpu
+
 BITS = {"Q4_0": 4.5, "Q4_K": 4.625, "Q6_K": 6.5625, "Q8_0": 8.5, "GPTQ-128": 4.1875, "int8": 8.125, "fp8": 8.125}
 
 

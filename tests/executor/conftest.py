@@ -1,22 +1,24 @@
-"""Executors on a device that checks, of a tiny random model."""
+"""Executors on a device that checks, of a tiny random model. What needs more than torch is imported by its fixture."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from checked_device import CheckedDevice
 
 import interpreter  # noqa: F401, before triton
-from models.small_llama import save_llama
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
+    from models.small_llama import save_llama
+
     return str(save_llama(tmp_path_factory.mktemp("small")))
 
 
 @pytest.fixture
 def device():
+    from checked_device import CheckedDevice
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # others would wait for each other at operations as small as these
     with CheckedDevice() as device:

@@ -17,6 +17,8 @@ from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.work import Load, Save
 
+pytestmark = pytest.mark.gpu
+
 BLOCKS = 20
 DEVICE, HOST = range(15, 20), range(9, 15)
 """Which of them lie there in the end, the newest highest. The others are on disk."""

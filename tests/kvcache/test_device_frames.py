@@ -26,7 +26,7 @@ from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.work import Load, Save
 
 FRAMES = 12
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
 
 class AtOnce:
@@ -117,7 +117,6 @@ def test_blocks_go_down_and_come_back_into_other_frames(pool, contents, tier, tm
     store.close()
 
 
-@NEEDS_GPU
 def test_a_load_comes_after_what_the_gpu_was_asked_to_do_before(pool, contents) -> None:
     if pool.device.type != "cuda":
         pytest.skip("the CPU does at once what it is asked to do")

@@ -14,7 +14,7 @@ from pagemill.ops import triton_experts
 from pagemill.ops.torch_ops import TorchLinear, TorchQuantizedLinear
 from pagemill.ops.triton_experts import ExpertTile, apply_experts, expert_tile, stack
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, in the interpreter
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 HIDDEN, SIZE = 72, 40
 

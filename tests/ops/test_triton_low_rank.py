@@ -15,6 +15,8 @@ from pagemill.ops.low_rank import LowRankPart
 from pagemill.ops.torch_ops import TorchOps
 from pagemill.ops.triton_ops import TritonOps
 
+pytestmark = pytest.mark.gpu
+
 ops = TritonOps(CAPABILITY)
 
 

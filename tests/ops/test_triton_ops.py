@@ -19,7 +19,7 @@ from pagemill.ops.triton_ops import WIDEST, TritonOps
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Of a rounded result, relative to it; in float32 several roundings."""
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exp(1000)
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, of exp(1000)
 ops = TritonOps(CAPABILITY)
 
 

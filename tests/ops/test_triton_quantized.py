@@ -18,6 +18,8 @@ from pagemill.ops.packed_weight import PackedWeight, pack_affine, pack_float8, p
 from pagemill.ops.quantized import AffineWeight, Float8Weight, quantize_int8
 from pagemill.ops.triton_quantized import FORMS, SCALAR_FORMS, Form, NarrowLinear, TritonQuantizedOps, parts_of
 
+pytestmark = pytest.mark.gpu
+
 ROWS = (1, 2, 17, 70)
 """A number of rows for each form."""
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -27,6 +27,7 @@ BACKENDS = {
         *([select_backend("cuda")] if torch.cuda.is_available() else []),
     )
 }
+GPU = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
@@ -39,7 +40,7 @@ def model(request, tmp_path_factory):
     return case, folder, prompts, reference_logits(folder, prompts)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[pytest.param(name, marks=GPU if "cuda" in name else ()) for name in BACKENDS])
 def loaded(request, model):
     case, folder, _, _ = model
     on = BACKENDS[request.param]

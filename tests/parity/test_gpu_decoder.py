@@ -23,7 +23,7 @@ from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.ops.torch_ops import TorchOps
 from pagemill.ops.triton_ops import TritonOps
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, in the interpreter
 PROMPTS = [[(7 * at + row) % 150 + 3 for at in range(length)] for row, length in enumerate((24, 1, 5))]
 COVERING = ("llama-bias", "qwen3", "smollm3", "gemma2", "phi3-partial", "qwen3-moe")
 """Families that have every feature between them, with gemma3, which runs with attention in Triton."""

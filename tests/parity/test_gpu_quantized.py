@@ -27,7 +27,7 @@ from pagemill.models.gpu_decoder import GpuDecoder
 from pagemill.models.loading import LoadedModel, load_model
 from pagemill.ops.triton_quantized import NarrowLinear, TritonQuantizedOps
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, in the interpreter
 
 
 def load_on_gpu(path: Path, **settings) -> LoadedModel:

@@ -20,7 +20,7 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.sampler import Sampler
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of -inf - -inf
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, of -inf - -inf
 kernels = triton_sampling.TritonSamplingKernels()
 NONE = np.zeros(0, np.int32)
 SPLIT, CHUNK = triton_sampling.SPLIT, triton_sampling.CHUNK

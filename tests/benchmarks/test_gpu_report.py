@@ -1,0 +1,172 @@
+"""The GPU report: benchmarks that work, fail or are slow, tests, and both halves on one page."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu_page import GOALS, STEP_GOAL, page
+from benchmarks.timed_command import run_command
+
+from benchmarks import gpu_report, timed_command
+
+ROOT = Path(__file__).parents[2]
+FAKES = {
+    "works": """
+import json, sys, pathlib
+print("| a table |")
+pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"asked": sys.argv[1:-2]}))
+""",
+    "fails": "print('half a table')\nraise ValueError('illegal address')",
+    "lacks": "import msgspec_that_nobody_has",
+    "is_slow": "import time\nprint('the first rows')\ntime.sleep(60)",
+    "heeds_nothing": "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)",
+}
+DECODE = {
+    "results": [{"rows": 1, "context": 1024, "share": 0.861}, {"rows": 32, "context": 4096, "share": 0.9}],
+    "modelled_shares": [0.91, 0.95],
+}
+ATTENTION = {
+    "results": {
+        "bfloat16": [
+            {"name": "decode", "context": 1024, "share": 0.93},
+            {"name": "decode", "context": 16384, "share": 0.95},
+            {"name": "decode", "context": 131072, "share": 0.98},
+            {"name": "prefill", "context": 2048, "share": 0.61},
+        ]
+    }
+}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, source in FAKES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_one_that_fails_or_is_slow_leaves_the_others_their_time(fakes, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(gpu_report, "LEAST_S", 0.0)
+    benchmarks = {"a": ["fails"], "b": ["is_slow"], "c": ["lacks"], "d": ["works", "--quick"]}
+    begin = time.monotonic()
+    found = gpu_report.run_benchmarks(benchmarks, 6.0, fakes)
+    assert time.monotonic() - begin < 30
+    assert [(name, outcome.status) for name, outcome in found.items()] == [
+        ("a", "failed"), ("b", "stopped"), ("c", "skipped"), ("d", "done"),
+    ]  # fmt: skip
+    assert found["a"].why == "ValueError: illegal address"
+    assert found["a"].printed == "half a table\n"
+    assert "Traceback" in found["a"].errors
+    assert found["b"].printed == "the first rows\n"
+    assert re.fullmatch(r"it took more than \d s", found["b"].why)
+    assert found["c"].why == "msgspec_that_nobody_has is not installed"
+    assert found["d"].data == {"asked": ["--quick"]}
+    assert "a: failed in" in capsys.readouterr().out
+
+
+def test_what_no_time_is_left_for_is_not_run(fakes) -> None:
+    found = gpu_report.run_benchmarks({"first": ["works"], "last": ["works"]}, 15.0, fakes)
+    assert found["first"].status == "not run", "half of the time is too little"
+    assert found["last"].status == "done"
+
+
+def test_what_heeds_no_interrupt_is_killed(fakes, monkeypatch) -> None:
+    monkeypatch.setattr(timed_command, "STOPPING_S", 0.2)
+    outcome = run_command([sys.executable, "-m", "heeds_nothing"], 1.0)
+    assert outcome.status == "stopped"
+    assert outcome.seconds < 10
+
+
+def test_every_format_is_measured_and_what_the_goals_need_comes_first() -> None:
+    asked = [arguments[-1] for arguments in gpu_report.BENCHMARKS.values() if "--caches" in arguments]
+    assert sorted(asked) == sorted(gpu_report.FORMATS)
+    assert [*gpu_report.BENCHMARKS][:2] == ["decode", "attention"]
+    assert not any("--quick" in gpu_report.BENCHMARKS[name] for name in ("decode", "attention"))
+
+
+def test_both_halves_stand_on_one_page(tmp_path, fakes, monkeypatch, capsys) -> None:
+    done = run_command([sys.executable, "-c", "print('| a table |')"], 20.0)
+    failed = run_command([sys.executable, "-m", "fails"], 20.0)
+    parts = {"decode": asdict(done) | {"data": DECODE}, "attention": asdict(done) | {"data": ATTENTION}}
+    gpu_report.put(tmp_path, "benchmarks", parts | {"weights": asdict(failed)})
+    gpu_report.put(tmp_path, "tests", {"status": "failed", "why": "exit status 1", "seconds": 3.0, "passed": 2,
+                                       "failed": 1, "skipped": 1, "failures": {"a::b": "it\nbroke"},
+                                       "reasons": {"no GPU": 1}})  # fmt: skip
+    text = (tmp_path / "report.md").read_text()
+    assert f"| torch | {torch.__version__} |" in text
+    assert f"| 1 | 1024 | {STEP_GOAL} | 91% | 86% |" in text
+    assert "share of the speed of a copy | ≥ 90 % | 97 % | 93% to 95% (2 cases) |" in text
+    assert "| decode, bf16, 128k | ≥ 90 % | 99.6 % | 98% to 98% (1 cases) |" in text
+    assert "| decode, int4 cache, 1k to 16k | – | 90 % | not measured |" in text
+    assert "2 passed, 1 failed, 1 skipped; failed (exit status 1) after 3 s." in text
+    assert "- `a::b`: it broke" in text
+    assert "- 1: no GPU" in text
+    assert text.count("| a table |") == 2
+    assert "failed after" in text
+    assert "ValueError: illegal address" in text
+    assert json.loads((tmp_path / "report.json").read_text())["benchmarks"]["decode"]["data"] == DECODE
+    assert "wrote" in capsys.readouterr().out
+
+
+def test_a_page_of_nothing_says_so() -> None:
+    text = page({"machine": {"GPU": "none"}})
+    assert text.count("Not run.") == 2
+    assert "not measured" in text
+
+
+def test_goals_are_those_of_the_docs() -> None:
+    documented = (ROOT / "docs/performance.md").read_text()
+    for goal in GOALS:
+        assert f"| {goal.what} | {goal.goal} | {goal.modelled} |" in documented, goal.what
+    assert f"| 1 | 1k | {STEP_GOAL} |" in documented
+
+
+def test_pytest_is_run_and_counted(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT}")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_well(): pass\ndef test_ill(): assert 1 == 2\ndef test_not(): pytest.skip('no GPU')\n"
+    )
+    (tmp_path / "test_lacks.py").write_text("import msgspec_that_nobody_has\n")
+    (tmp_path / "report").mkdir()
+    conftest = ["-p", "tests.conftest", "--rootdir", str(tmp_path), "-o", "markers=gpu"]
+    status, found = gpu_report.run_tests([*conftest, str(tmp_path)], 60.0, tmp_path / "report")
+    assert status == 1
+    assert (found["passed"], found["failed"], found["status"]) == (1, 1, "failed")
+    assert found["failures"] == {"test_some::test_ill": "assert 1 == 2"}
+    assert sorted(found["reasons"]) == ["msgspec_that_nobody_has is not installed", "no GPU"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so(tmp_path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_report", "benchmarks", "--folder", str(tmp_path / "none")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: torch finds no NVIDIA GPU on this machine, [^\n]+\n", done.stderr), done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+GPU_ONLY = re.compile(r"from interpreter import .*DEVICE|cuda\.is_available\(\)|from device_tier import")
+ELSEWHERE = {
+    "tests/core/test_offloading.py": "its blocks lie in a tier on the GPU, beside an engine on the CPU",
+    "tests/executor/test_gpu_executor.py": "it runs on a device of the CPU's tensors, and is left out on a GPU",
+}
+
+
+def test_every_file_that_asks_for_a_gpu_has_tests_that_are_marked() -> None:
+    asking = [file for file in (ROOT / "tests").rglob("test_*.py") if GPU_ONLY.search(file.read_text())]
+    assert len(asking) >= 14
+    for file in asking:
+        name = str(file.relative_to(ROOT))
+        if name in ELSEWHERE or file == Path(__file__):
+            continue
+        assert "pytest.mark.gpu" in file.read_text(), f"{name} has no test that `make test-gpu` runs"
+        assert file.parent.name in gpu_report.FOLDERS, f"`make test-gpu` does not look into {file.parent}"

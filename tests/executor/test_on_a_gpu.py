@@ -1,0 +1,158 @@
+"""Whole engines on a GPU, beside the CPU's: greedy tokens in fp32 are equal, however they came about.
+
+Without a GPU all are skipped. The real model is skipped where it is not on this machine; a random one never is.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from interpreter import DEVICE
+from models.small_llama import save_llama
+from pagemill import LLM, SamplingParams
+from pagemill.hub.registry import REGISTRY
+from served import MODEL
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu", reason="no GPU"),
+    pytest.mark.usefixtures("_whole_products"),
+]
+
+VOCAB = 512
+"""Of the random model."""
+SETTINGS = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "kv_memory": "64MiB",
+    "target_tpot_ms": "off",  # else admission keeps room, and nobody is preempted
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False)
+ROUNDED = ["int8", "int4_mixed", "int8/int4", "fp8_e4m3"]
+"""KV formats that move tokens where two are nearly alike; others are as good as the CPU's in the same format."""
+ALIKE = 0.9
+
+
+@pytest.fixture
+def _whole_products():
+    """Fails where somebody has fp32 products rounded to TF32: tokens would not be the CPU's."""
+    assert not torch.backends.cuda.matmul.allow_tf32, "a setting rounds products in fp32 to TF32"
+
+
+@pytest.fixture(scope="module", params=["random", MODEL])
+def model(request, tmp_path_factory):
+    if request.param == MODEL:
+        if not REGISTRY[MODEL].is_pulled():
+            pytest.skip(f"{MODEL} is not on this machine: pagemill pull {MODEL}")
+        return MODEL
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 256}
+    folder = save_llama(tmp_path_factory.mktemp("random"), num_hidden_layers=3, **sizes)
+    words = Tokenizer(WordLevel({str(word): word for word in range(VOCAB)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Returns token ids, of which some prompts share their first half: the pool finds it again."""
+    draw = random.Random(7)
+    common = [draw.randrange(3, VOCAB) for _ in range(40)]
+    lengths = (1, 5, 17, 33, 64, 90, 130)
+    alone = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+    return [*alone, *([*common, *more] for more in alone[:4])]
+
+
+def answers(model: str, device: str, params: SamplingParams = GREEDY, **settings) -> list[tuple[int, ...]]:
+    """Returns all prompts' tokens, computed as one batch."""
+    with LLM(model, device=device, **(SETTINGS | settings)) as llm:
+        return answers_of(llm, params)
+
+
+def answers_of(llm: LLM, params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
+    outputs = llm.generate([{"prompt_token_ids": one} for one in prompts()], params, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(outputs)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(model):
+    """Returns answers of the CPU with these settings, each computed once."""
+    return cache(lambda **settings: answers(model, "cpu", **settings))
+
+
+def alike(found: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> float:
+    """Returns the share of tokens before the first that differs, over all answers."""
+    pairs = list(zip(found, expected, strict=True))
+    same = (next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs)
+    return sum(same) / sum(map(len, expected))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_greedy_tokens_equal_the_cpus(model, on_cpu, enforce_eager) -> None:
+    assert answers(model, DEVICE, enforce_eager=enforce_eager) == on_cpu()
+
+
+def test_a_prompt_alone_has_the_tokens_that_it_has_in_a_batch(model, on_cpu) -> None:
+    with LLM(model, device=DEVICE, **SETTINGS) as llm:
+        for prompt, expected in zip(prompts(), on_cpu(), strict=True):
+            output = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)[0]
+            assert tuple(output.outputs[0].token_ids) == expected
+
+
+@pytest.mark.parametrize("host", [{}, {"kv_host_memory": "64MiB", "preemption_mode": "swap"}], ids=["again", "swap"])
+def test_sequences_that_were_preempted(model, on_cpu, host) -> None:
+    """The pool holds two or three of the sequences: the others' blocks are computed again, or come back from host."""
+    with LLM(model, device=DEVICE, **(SETTINGS | {"kv_memory": small_pool(model)} | host)) as llm:
+        found = answers_of(llm)
+        stats = llm.stats()
+    assert found == on_cpu()
+    assert stats.preemptions > 0
+    assert (stats.preempted_tokens_swapped_in > 0) == bool(host)
+
+
+def small_pool(model: str) -> int:
+    """Returns bytes of 24 blocks of 16 tokens in fp32."""
+    layers, heads, dim = (30, 3, 64) if model == MODEL else (3, 2, 32)
+    return 24 * 16 * layers * 2 * heads * dim * 4
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ROUNDED)
+def test_narrow_caches(model, on_cpu, kv_cache_dtype) -> None:
+    """Rounds are the same, and sums in another order may round to the neighbour: most tokens are the CPU's."""
+    found = answers(model, DEVICE, kv_cache_dtype=kv_cache_dtype)
+    assert alike(found, on_cpu(kv_cache_dtype=kv_cache_dtype)) > ALIKE
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_sixteen_bits(model, on_cpu, enforce_eager) -> None:
+    dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    found = answers(model, DEVICE, dtype=dtype, enforce_eager=enforce_eager)
+    assert [tokens[0] for tokens in found].count(-1) == 0
+    first = [a[0] == b[0] for a, b in zip(found, on_cpu(), strict=True)]
+    assert sum(first) >= len(first) - 2, "first tokens differ where two are nearly alike only"
+
+
+def test_weights_in_eight_bits(model, on_cpu) -> None:
+    """The real model's file is one of 8 bits: its own numbers, here on purpose."""
+    found = answers(model, DEVICE, quantization="int8")
+    first = [a[0] == b[0] for a, b in zip(found, on_cpu(), strict=True)]
+    assert sum(first) >= len(first) - 2
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}], ids=str)
+def test_a_seed_draws_the_same_again(model, limits) -> None:
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=32, ignore_eos=True, detokenize=False, **limits)
+    other = SamplingParams(temperature=0.9, seed=12, max_tokens=32, ignore_eos=True, detokenize=False, **limits)
+    with LLM(model, device=DEVICE, **SETTINGS) as llm:
+        first, again, others = (answers_of(llm, each) for each in (params, params, other))
+    assert first == again
+    assert first != others
