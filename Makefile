@@ -73,7 +73,7 @@ test-gpu: $(BUILT)  ## Compile the GPU kernels in the usual configurations and r
 	@$(BIN)/python tests/ops/compile_quantized_for_gpus.py 75 80 90 100 120
 	@$(BIN)/python tests/ops/compile_for_gpus.py 75 80 90 100 120
 	@$(BIN)/python tests/sampling/compile_for_gpus.py 75 80 90 100 120
-	@exec $(BIN)/python -m pytest tests/attention tests/ops tests/sampling tests/parity -k "triton or gpu" $(PYTEST_ARGS)
+	@exec $(BIN)/python -m pytest tests/attention tests/ops tests/sampling tests/parity tests/executor -k "triton or gpu" $(PYTEST_ARGS)
 
 test-minimum: wheel  ## Run tests of the HTTP server with the oldest versions that pyproject.toml allows of what it stands on (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
