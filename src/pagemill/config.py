@@ -99,7 +99,8 @@ class EngineConfig:
         Size | None,
         about(
             'Size of the KV cache: bytes, "512MiB", or a share of free memory ("50%" or 0.5). Default: 40 % of free '
-            "memory, at most what max_num_seqs sequences of max_model_len can fill."
+            "memory (on GPUs, see gpu_memory_utilization), at most what max_num_seqs sequences of max_model_len can "
+            "fill."
         ),
     ] = None
     kv_cache_memory_bytes: Annotated[
@@ -107,7 +108,10 @@ class EngineConfig:
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
-        about("Share of a device's memory that the whole engine may use; it sizes the KV cache (vLLM's name)."),
+        about(
+            "Share of a device's memory that the whole engine may use, weights and steps too; the KV cache gets what "
+            "is left (vLLM's name). Default on GPUs: 0.9."
+        ),
     ] = None
     kv_cache_dtype: Annotated[
         Dtype | Literal["fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4_mixed", "int8/int4", "int4"],

@@ -150,6 +150,10 @@ class CheckedDevice(TorchDispatchMode):
         super().__init__()
         self.nbytes = 1 << 20
         """Memory that it says to have."""
+        self.peak_nbytes = 0
+        """Memory that it says work takes, when asked to measure that."""
+        self.idle_nbytes = 0
+        """Memory that it says to hold for work to come."""
         self.graph_bytes = 0
         """Memory that it says a graph takes."""
         self.random = random.Random(seed)
@@ -239,6 +243,14 @@ class CheckedDevice(TorchDispatchMode):
 
     def memory(self) -> ExecutorMemory:
         return ExecutorMemory(self.nbytes, self.nbytes)
+
+    def peak(self, run: Callable[[], object]) -> int:
+        run()
+        self.synchronize()
+        return self.peak_nbytes
+
+    def idle(self) -> int:
+        return self.idle_nbytes
 
     def synchronize(self) -> None:
         for stream in self._streams.values():

@@ -36,11 +36,8 @@ class Case(NamedTuple):
 
 FEW = [
     (75, Case(torch.float16, "Q4_K", 8)),
-    (80, Case(torch.bfloat16, "Q6_K", 1)),
     (90, Case(torch.bfloat16, "Q4_K", 1)),
-    (90, Case(torch.bfloat16, "GPTQ-128", 128)),
     (100, Case(torch.float16, "float8", 8)),
-    (100, Case(torch.bfloat16, "float8", 1)),
 ]
 
 

@@ -28,7 +28,7 @@ class Case(NamedTuple):
         return f"{str(self.element).removeprefix('torch.')}, {self.vocab} tokens"
 
 
-FEW = [(75, Case(torch.float16, 49152)), (90, Case(torch.float32, 128256))]
+FEW = [(90, Case(torch.float32, 128256))]
 
 
 def usual_cases(capability: int) -> Iterator[tuple[int, Case]]:

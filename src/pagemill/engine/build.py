@@ -106,6 +106,7 @@ def _sizes(config: EngineConfig, facts: ExecutorFacts, memory: ExecutorMemory) -
         kv_memory=config.kv_memory,
         kv_cache_memory_bytes=per_rank and per_rank * config.tensor_parallel_size,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        counts_steps=facts.counts_steps,
     )
     least, streamed = needed if config.max_model_len is not None else len(windows), Streamed()
     if frames < least and wants_tiers(config) and facts.streams:

@@ -40,6 +40,13 @@ class Device(DeviceStreams, Protocol):
 
     def memory(self) -> ExecutorMemory: ...
 
+    def peak(self, run: Callable[[], object]) -> int:
+        """Runs `run`, and returns how many bytes of memory were held for work meanwhile at most, beyond what is in use
+        afterwards. Then they are given back."""
+
+    def idle(self) -> int:
+        """Returns how many bytes, not free in `memory`, are held for work to come and not in use."""
+
     def synchronize(self) -> None:
         """Waits for all streams. Raises RuntimeError for an error of the device."""
 
@@ -77,6 +84,19 @@ class CudaDevice(CudaStreams):
     def memory(self) -> ExecutorMemory:
         torch.cuda.empty_cache()  # what torch keeps for later, such as of weights that were packed, is free
         return ExecutorMemory(*torch.cuda.mem_get_info(self.where))
+
+    def peak(self, run: Callable[[], object]) -> int:
+        self.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.where)
+        run()
+        self.synchronize()
+        held = torch.cuda.max_memory_reserved(self.where) - torch.cuda.memory_allocated(self.where)
+        torch.cuda.empty_cache()
+        return held
+
+    def idle(self) -> int:
+        return torch.cuda.memory_reserved(self.where) - torch.cuda.memory_allocated(self.where)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,15 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.errors import DeviceLostError, EngineDeadError, NonFiniteLogitsError
+from pagemill.executor.activation_peak import TRANSFER_BYTES, LargestStep, activation_peak
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import DeviceRows, Edits, Queries
 from pagemill.executor.draft_source import DraftSource
-from pagemill.executor.graphs import Graphs, Shape
+from pagemill.executor.graphs import Graphs, Shape, budget
 from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
 from pagemill.executor.local import LocalExecutor
 from pagemill.executor.staging import Array, Place, Ring, Slot
 from pagemill.executor.step_arrays import padded_arrays, step_arrays
+from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
@@ -53,7 +54,9 @@ class Flight:
 class GpuExecutor(LocalExecutor):
     """Implements `Executor` on a `Device`. enforce_eager: no decode steps are captured as graphs.
 
+    largest_step: is run once, and what steps need counts as used memory from then on; None: nothing is measured.
     If a step fails, those submitted after it, which stand on its tokens, fail too, until it has been collected.
+    Raises KVMemoryError if the largest step has too little memory.
     """
 
     def __init__(
@@ -68,10 +71,10 @@ class GpuExecutor(LocalExecutor):
         adapters: AdapterLoader,
         draft: DraftSource | None = None,
         enforce_eager: bool = False,
+        largest_step: LargestStep | None = None,
     ) -> None:
-        super().__init__(
-            decoder, backend, replace(facts, overlaps=True), shape, max_num_seqs, tokenizer_json, adapters, draft
-        )
+        facts = replace(facts, overlaps=True, counts_steps=largest_step is not None)
+        super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, draft)
         assert isinstance(backend.sampling, TorchSamplingKernels), "only these choose on the device"
         self._sampling = backend.sampling
         self._accelerator = device
@@ -84,13 +87,24 @@ class GpuExecutor(LocalExecutor):
         self._graphs = None if enforce_eager or waits else Graphs(device, self._step, max_num_seqs, facts.max_model_len)
         self._failed: Exception | None = None
         """Why a step that was submitted, and has not been collected, failed."""
+        decoder.reach(facts.max_model_len)  # nothing that steps use moves afterwards
+        self._steps_bytes = 0 if largest_step is None else self._measure(largest_step)
+        """Memory that steps need, and is not the pool's."""
 
-    def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
-        self.decoder.reach(self.facts.max_model_len)  # nothing that steps use moves afterwards
-        return super().allocate(num_frames, streamed_frames, streamed_folder)
+    def _measure(self, largest: LargestStep) -> int:
+        """Returns the bytes that steps, graphs and transfers need."""
+        truncates, longest = self._sampling.truncates_on_device, self.facts.max_model_len
+        peak = activation_peak(
+            self._accelerator, self._step_over, self._shape, self._layout, longest, largest, truncates
+        )
+        graphs = 0 if self._graphs is None else budget(self._accelerator.memory().free)
+        return peak + graphs + TRANSFER_BYTES
 
     def memory(self) -> ExecutorMemory:
-        return self._accelerator.memory()
+        free, total = self._accelerator.memory()
+        if self._steps_bytes:
+            free -= max(0, self._steps_bytes - self._accelerator.idle())
+        return ExecutorMemory(max(0, free), total)
 
     def apply(self, plan: StepPlan) -> list[int]:
         self._seats[[new.row for new in plan.new_rows]] += 1
@@ -197,17 +211,23 @@ class GpuExecutor(LocalExecutor):
 
     def _step(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Tensor:
         """Runs a step whose arrays lie there. Returns the sampled tokens, int32 [samples]."""
+        return self._step_over(self._there, self.pool, memory, places, shape)
+
+    def _step_over(
+        self, there: DeviceRows, pool: DevicePool, memory: Tensor, places: Sequence[Place], shape: Shape
+    ) -> Tensor:
+        """Runs a step of these rows over this pool."""
         rows, starts, query_start, last, written, *choices = (place.of(memory) for place in places)
         queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context)
-        token_ids, batch = self._there.inputs(queries)
-        hidden = self.decoder.forward(token_ids, batch, self.pool)
+        token_ids, batch = there.inputs(queries)
+        hidden = self.decoder.forward(token_ids, batch, pool)
         if not shape.samples:
             return rows[:0]
         logits = self.decoder.logits(hidden[last] if shape.picks else hidden)
         tokens = self._sampling.choose_on_device(
             logits, DeviceChoices(*choices) if shape.draws else None, truncate=shape.truncates
         )
-        self._there.write(written, tokens)
+        there.write(written, tokens)
         return tokens
 
     def _land(self, flight: Flight) -> StepResult:

@@ -25,8 +25,8 @@ WORTH_IT = 3
 LEAST_CONTEXT = 1024
 """The lowest rung of contexts; the others double it."""
 MOST_BYTES = 1 << 30
-"""Memory that graphs may take, if that is no more than FREE_SHARE of what is free."""
 FREE_SHARE = 0.25
+"""Of what is free; see `budget`."""
 
 
 class Shape(NamedTuple):
@@ -68,6 +68,11 @@ def context_lengths(most: int) -> list[int]:
     while rungs[-1] < most:
         rungs.append(rungs[-1] * 2)
     return [*rungs[:-1], most]
+
+
+def budget(free: int) -> int:
+    """Returns the bytes that graphs may take of those that are free without them."""
+    return int(min(MOST_BYTES, FREE_SHARE * free))
 
 
 class Graphs:
@@ -121,7 +126,7 @@ class Graphs:
         if self._full:
             return None
         arrays = memory[: places[-1].begin + places[-1].nbytes].clone()
-        if self._bytes > min(MOST_BYTES, FREE_SHARE * (self._device.memory().free + self._bytes)):
+        if self._bytes > budget(self._device.memory().free + self._bytes):
             self._full = True
             logger.info("%d graphs of decode steps take %d MiB; no more are captured", len(self), self._bytes >> 20)
             return None

@@ -54,6 +54,7 @@ class ExecutorFacts:
     description: family, device, weights and kernels, for people.
     drafts: what the device can draft; None: nothing.
     overlaps: True if the next plan should be made, applied and submitted before this step's result is collected.
+    counts_steps: True if `Executor.memory` counts what steps need as used, so that the pool may have the rest.
     """
 
     vocab_size: int
@@ -75,6 +76,7 @@ class ExecutorFacts:
     quantization: str | None = None
     drafts: DraftFacts | None = None
     overlaps: bool = False
+    counts_steps: bool = False
 
 
 class ExecutorMemory(NamedTuple):

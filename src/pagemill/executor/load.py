@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagemill.config import EngineConfig
+from pagemill.executor.activation_peak import LargestStep
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import CudaDevice, Device
 from pagemill.executor.gpu_executor import GpuExecutor
@@ -60,8 +61,16 @@ def open_executor(
     return (
         LocalExecutor(*common, share.mapped_bytes)
         if device is None
-        else GpuExecutor(device, *common, config.enforce_eager)
+        else GpuExecutor(device, *common, config.enforce_eager, _largest_step(config, facts.max_model_len))
     )
+
+
+def _largest_step(config: EngineConfig, max_model_len: int) -> LargestStep | None:
+    """Returns the step whose memory the pool has to leave; None where the pool's own size is given."""
+    if config.kv_memory is not None or config.kv_cache_memory_bytes is not None:
+        return None
+    tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+    return LargestStep(tokens, config.max_num_seqs if config.speculative_config is None else tokens)
 
 
 def _open_ranks(config: EngineConfig, progress: Progress | None) -> TensorParallelExecutor:

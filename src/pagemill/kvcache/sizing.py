@@ -13,6 +13,7 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _DEFAULT_SHARE = 0.4
+_DEFAULT_UTILIZATION = 0.9
 
 
 def parse_memory(name: str, value: int | float | str, free: int) -> int:
@@ -55,12 +56,15 @@ def num_frames(
     kv_memory: int | float | str | None = None,
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float | None = None,
+    counts_steps: bool = False,
 ) -> int:
     """Returns how many frames of `frame_bytes` bytes the pool gets; at most one of the three settings is given.
 
     most_frames: what `max_num_seqs` sequences of `max_model_len` fill; bounds the default, not what was asked for.
     free, total: bytes of the device's memory, see `host_memory`; weights are loaded by now.
     gpu_memory_utilization (vLLM's meaning): share of `total` for everything, so the pool gets what is left of it.
+    counts_steps: whether what is not `free` has what steps need in it. Then 0.9 of `total` is the default, else 40 % of
+        `free`.
     Raises ConfigError for a setting out of range, KVMemoryError if the pool would exceed `free` or hold no frame.
     """
     if kv_memory is not None:
@@ -69,18 +73,25 @@ def num_frames(
         name, value, wanted = "kv_cache_memory_bytes", kv_cache_memory_bytes, kv_cache_memory_bytes
         if wanted <= 0:
             raise ConfigError(f"kv_cache_memory_bytes is {wanted}; it must be above 0", param=name)
-    elif gpu_memory_utilization is not None:
-        name, value = "gpu_memory_utilization", gpu_memory_utilization
-        if not 0 < gpu_memory_utilization <= 1:
+    elif gpu_memory_utilization is not None or counts_steps:
+        share = _DEFAULT_UTILIZATION if gpu_memory_utilization is None else gpu_memory_utilization
+        name, value = "gpu_memory_utilization", share
+        if not 0 < share <= 1:
             raise ConfigError(f"{name} is {value}; it must be above 0 and at most 1", param=name)
         used = total - free
-        wanted = int(gpu_memory_utilization * total) - used
+        wanted = int(share * total) - used
         if wanted < frame_bytes:
+            least = (used + frame_bytes) / total
+            ways_out = [f"raise it above {least:.2f}"] if least < 1 else []
+            ways_out += ["lower max_num_batched_tokens"] if counts_steps else []
             raise KVMemoryError(
-                f"gpu_memory_utilization is {value} of {total} bytes, and {used} are in use already: nothing is left "
-                f"for the KV pool; raise it above {(used + frame_bytes) / total:.2f} or free memory",
+                f"gpu_memory_utilization is {value} of {total} bytes, and {used} are in use already"
+                f"{' or needed by steps' if counts_steps else ''}: nothing is left for the KV pool; "
+                f"{' or '.join([*ways_out, 'free memory'])}",
                 param=name,
             )
+        if gpu_memory_utilization is None:
+            wanted = min(wanted, most_frames * frame_bytes)
     else:
         name, value = "kv_memory", f"{_DEFAULT_SHARE:.0%}"
         wanted = int(min(_DEFAULT_SHARE * free, most_frames * frame_bytes))

@@ -1,0 +1,102 @@
+"""The memory that steps take beside weights and KV pool, measured by the largest step before there is a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagemill.errors import KVMemoryError
+from pagemill.executor.device import Device
+from pagemill.executor.device_rows import DeviceRows
+from pagemill.executor.graphs import Shape
+from pagemill.executor.rows import Rows
+from pagemill.executor.staging import Place, places_of
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS
+from pagemill.kvcache.layout import FrameShape, LayoutMaker
+from pagemill.kvcache.transfers import BATCH_BYTES
+from pagemill.sampling.kernels import Choices
+
+TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES
+"""Memory through which frames are copied, and blocks leave the device."""
+
+RunOver = Callable[[DeviceRows, DevicePool, Tensor, Sequence[Place], Shape], Tensor]
+"""Runs a step of these rows over a pool; the rest is what `RunStep` takes."""
+
+
+class LargestStep(NamedTuple):
+    """States how many query tokens, and how many samples, a step has at most."""
+
+    tokens: int
+    samples: int
+
+
+def activation_peak(
+    device: Device,
+    run: RunOver,
+    frames: FrameShape,
+    layout: LayoutMaker,
+    max_model_len: int,
+    largest: LargestStep,
+    truncates: bool,
+) -> int:
+    """Runs the largest step over rows and a pool of its own, and returns the bytes that it takes at most, see
+    `Device.peak`.
+
+    Its rows end where the longest sequences do: some memory grows with contexts. All of a layer group's blocks lie in
+    one frame. truncates: whether samples may leave tokens out. Raises KVMemoryError if there is too little memory.
+    """
+    try:
+        return _measure(device, run, frames, layout, max_model_len, largest, truncates)
+    except torch.OutOfMemoryError as error:
+        raise KVMemoryError(
+            f"max_num_batched_tokens allows steps of {largest.tokens} tokens, and one of these, with {largest.samples} "
+            f"samples, has too little memory on {device.where} beside the weights ({error}); lower "
+            "max_num_batched_tokens or max_num_seqs, or free memory",
+            param="max_num_batched_tokens",
+        ) from error
+
+
+@torch.inference_mode()
+def _measure(
+    device: Device,
+    run: RunOver,
+    frames: FrameShape,
+    layout: LayoutMaker,
+    max_model_len: int,
+    largest: LargestStep,
+    truncates: bool,
+) -> int:
+    longest = max(1, max_model_len - 1)
+    query_lens = np.full(-(-largest.tokens // longest), longest, np.int32)
+    query_lens[-1] -= query_lens.sum() - largest.tokens
+    count, groups = len(query_lens), len(frames.groups.groups)
+    rows = Rows(frames.groups, count, max_model_len, frames.block_size, device.where, frames.format.precise)
+    there = DeviceRows(rows, device.where)
+    for group, table in enumerate(there.tables):
+        table.fill_(group)
+    pool = DevicePool(groups, frames, device.where, layout)
+    pool.frames.bytes.zero_()
+    alike = Choices.argmax(largest.samples)
+    choices = alike._replace(temperature=alike.temperature + 1, top_p=alike.top_p * np.float32(0.9 if truncates else 1))
+    arrays = [
+        np.arange(count, dtype=np.int32),
+        longest - query_lens,
+        np.concatenate(([0], query_lens.cumsum())).astype(np.int32),
+        np.full(largest.samples, largest.tokens - 1),
+        np.full(largest.samples, there.nowhere),
+        *choices,
+    ]
+    places, nbytes = places_of(arrays)
+    host = np.zeros(nbytes, np.uint8)
+    for array, place in zip(arrays, places, strict=True):
+        host[place.begin : place.begin + place.nbytes] = array.view(np.uint8)
+    memory = torch.from_numpy(host).to(device.where)
+    shape = Shape(
+        largest.tokens, int(query_lens.max()), longest, largest.samples, picks=True, draws=True, truncates=truncates
+    )
+    return device.peak(lambda: run(there, pool, memory, places, shape))
