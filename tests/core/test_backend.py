@@ -67,6 +67,16 @@ def test_gpus_of_rocm_get_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(map(type, (on_gpu.ops, on_gpu.attention))) == [TorchOps, TorchAttention]
 
 
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert select_backend("cuda:1").device == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="'cuda:2', but GPUs are numbered 0 to 1") as caught:
+        select_backend("cuda:2")
+    assert caught.value.param == "device"
+
+
 def test_kernels_that_this_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEMILL_ISA", "altivec")
     with pytest.raises(ConfigError, match="altivec"):

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness import frame_shape
 from pagemill.kvcache import pages_ahead
@@ -152,3 +153,18 @@ def test_later_pages_are_small_where_huge_ones_are_slow(slow: bool, monkeypatch:
     assert huge_flags(at) == [True]
     assert bool((pool.layer(0).value[: FRAMES // 16] == 7).all())
     assert pool.layer(0).value[FRAMES // 16 :].count_nonzero() == pool.layer(1).key.count_nonzero() == 0
+
+
+def test_a_gpus_memory_has_no_pages_of_the_host_also_when_it_has_shrunk_and_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"), layout=block_major)
+    pool.device = torch.device("cuda")
+    monkeypatch.setattr(pages_ahead, "advise", lambda *_: pytest.fail("the system is told of a device's addresses"))
+    pages = PagesAhead(pool)
+    wait_for_the_first()
+    pages.shrink(8)
+    pages.begin()
+    pages.make([9])
+    pages.end()
+    pages.reach(20)

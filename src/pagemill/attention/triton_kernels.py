@@ -27,7 +27,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["rows", "few", "chunks", "table_row", "rest_row", "precise"])
+@triton.jit(
+    do_not_specialize=["rows", "few", "chunks", "table_row", "rest_row", "precise"],
+    do_not_specialize_on_alignment=["tables", "rest_tables"],  # those of a layer group begin anywhere
+)
 def attend(
     query, output, lse, chunk_output, chunk_lse,
     key, value, key_scale, value_scale,

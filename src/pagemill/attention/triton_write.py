@@ -18,7 +18,10 @@ NAN_WORD = tl.constexpr(0x7FC00000)
 """The word of a group in 4 bits that is not finite: the scale NaN, the low 0."""
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["slots", "rest_slots"],  # those of a layer group begin anywhere
+)
 def write_tokens(
     key, value, slots, rest_slots, key_cache, value_cache, key_scale, value_scale, tokens,
     key_token, key_head, value_token, value_head,

@@ -116,4 +116,10 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device is {name!r}; it must be 'auto', 'cpu' or 'cuda'", param="device") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"device {name!r} is not available on this machine; use 'auto' or 'cpu'", param="device")
+    if device.index is not None and device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"device is {name!r}, but GPUs are numbered 0 to {count - 1} (of those that CUDA_VISIBLE_DEVICES leaves); "
+            "use one of these, or 'cuda'",
+            param="device",
+        )
     return device

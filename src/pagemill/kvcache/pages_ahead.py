@@ -99,6 +99,8 @@ class PagesAhead:
     def shrink(self, num_frames: int) -> None:
         """Forgets the pages of the frames from `num_frames` on, before the pool gives them back. Nobody writes to those
         frames meanwhile."""
+        if self._pool.device.type != "cpu":
+            return
         self._stop_first()
         self._ready = min(self._ready, num_frames)
         self._made = {frame for frame in self._made.copy() if frame < num_frames}
