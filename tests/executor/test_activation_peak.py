@@ -193,6 +193,7 @@ def test_tritons_kernels_take_the_largest_step(tmp_path, device, monkeypatch, kv
     assert (tokens >= 0).all()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_what_work_takes_on_a_gpu():
     gpu, kept = CudaDevice(torch.device("cuda")), []
