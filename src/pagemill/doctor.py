@@ -128,7 +128,10 @@ def _torch_on_gpu() -> str:
     if not torch.cuda.is_available():
         return f"{torch.__version__} cannot use the GPU (a build for CPU only, or a driver too old for it)"
     major, minor = torch.cuda.get_device_capability(0)
-    return f"{torch.__version__}, CUDA {torch.version.cuda}, compute capability {major}.{minor}"
+    from pagemill.ops.triton_driver import triton_refusal
+
+    kernels = triton_refusal() or "Triton starts"
+    return f"{torch.__version__}, CUDA {torch.version.cuda}, compute capability {major}.{minor}; {kernels}"
 
 
 def _version(package: str) -> str | None:

@@ -78,7 +78,8 @@ class CudaStreams:
         return torch.cuda.stream(stream)
 
     def pinned(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self.where):  # else a thread's first call makes a context on the first GPU
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
