@@ -1,8 +1,7 @@
 """The scheduler: which tokens of which sequences run in the next step, and what follows from a step that has run.
 
-`schedule` and `commit` are separate: a plan needs no token of the step before it, only their number, so the next step
-can be planned while one is running; `plans_ahead` says when it should not. Neither looks at a clock: `now` is an
-argument, in seconds.
+`schedule` and `commit` are separate: a plan needs the number of tokens of the step before it, not the tokens, so it can
+be made while that runs (`plans_ahead`). No clock is read: `now` is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -132,10 +131,9 @@ class Scheduler:
         Not if the last plan has put something off until none is. Not while blocks stream, which the link to them
         bounds, or drafts may pay, which need the token before them: neither could begin or end.
         """
-        state = self.state
-        if state.put_off or self.memory.streamed.active:
+        if self.state.put_off or self.memory.streamed.active:
             return False
-        return self.drafter is None or not self.drafter.may_draft(max(1, len(state.running)))
+        return self.drafter is None or not self.drafter.may_draft(max(1, self.num_running))
 
     def going_on(self) -> list[bool]:
         """Returns, by row of the oldest step in flight, whether its sequence has not ended since it was planned."""
