@@ -111,12 +111,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="for all that runs on a GPU (default: 8)")
     parser.add_argument("--full", action="store_true", help="all cases of all benchmarks; give it 60 minutes")
     parser.add_argument("--folder", type=Path, default=Path("build/gpu-report"))
-    parser.add_argument("pytest_args", nargs="*")
-    options = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, pytest_args = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     if options.minutes <= 0:
         parser.error(f"--minutes is {options.minutes:g}; it must be more than 0")
-    if options.pytest_args and options.what == "benchmarks":
-        parser.error(f"benchmarks take no {options.pytest_args[0]!r}; it would be pytest's")
+    if pytest_args and options.what == "benchmarks":
+        parser.error(f"benchmarks take no {pytest_args[0]!r}; it would be pytest's")
     on_gpu, seconds = torch.cuda.is_available(), 60 * options.minutes
     if options.what == "benchmarks" and not on_gpu:
         why = "" if torch.version.cuda else "; this torch is built without CUDA: name another Python by GPU_PYTHON="
@@ -124,7 +124,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.what == "tests":
         folders = [f"tests/{folder}" for folder in FOLDERS]
-        arguments = [*folders, *in_processes(on_gpu), *options.pytest_args]
+        arguments = [*folders, *in_processes(on_gpu), *pytest_args]
         status, found = run_tests(arguments, seconds if on_gpu else None, options.folder)
         put(options.folder, "tests", found)
         sys.exit(status)

@@ -145,6 +145,18 @@ def test_pytest_is_run_and_counted(tmp_path, monkeypatch) -> None:
     assert sorted(found["reasons"]) == ["msgspec_that_nobody_has is not installed", "no GPU"]
 
 
+def test_arguments_behind_two_dashes_are_pytests(tmp_path, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(gpu_report, "run_tests", lambda arguments, *_: seen.append(arguments) or (5, {}))
+    monkeypatch.setattr(gpu_report, "put", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["", "tests", "--minutes", "3", "--folder", str(tmp_path), "--", "-k", "a or b"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_report.main()
+    assert ended.value.code == 5
+    assert seen[0][-2:] == ["-k", "a or b"]
+    assert seen[0][0] == "tests/attention"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_so(tmp_path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_report", "benchmarks", "--folder", str(tmp_path / "none")]
