@@ -156,7 +156,7 @@ def test_drafts_from_other_answers_change_no_bit(plain, load, make_engine):
     assert core.stats().draft_source_tokens == core.stats().draft_source_requests == 0
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["gguf", pytest.param("int8 cache", marks=pytest.mark.slow), "mixed cache"])
 def test_drafts_change_no_bit_of_narrow_formats(load, make_engine, name):
     some = [one for one in load if one.request_id in ("greedy", "seeded")]
     expected = drive(make_engine(**OTHERS[name]), some)

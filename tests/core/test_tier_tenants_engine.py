@@ -31,7 +31,7 @@ def conversations(text, tenant: str, numbers):
     ]
 
 
-@pytest.mark.parametrize("tier", ["host", pytest.param("disk", marks=pytest.mark.slow), "both"])
+@pytest.mark.parametrize("tier", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("host", "disk")), "both"])
 def test_a_session_goes_on_with_its_blocks_after_another_tenants_flood(text, make_engine, tmp_path, monkeypatch, tier):
     monkeypatch.setattr(LoadTime, "pays", lambda *how: True)
     settings = dict(SMALL) | {"target_tpot_ms": "off"}

@@ -175,7 +175,7 @@ def test_the_largest_step_leaves_no_trace(small_model, device, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int4_mixed"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int4_mixed", marks=pytest.mark.slow)])
 def test_tritons_kernels_take_the_largest_step(tmp_path, device, monkeypatch, kv_cache_dtype):
     choose, chosen = TritonSamplingKernels.choose_on_device, []
 

@@ -34,7 +34,7 @@ SMALL = {
 }
 
 
-SEEDS = [0, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 6, 8, 9, 11))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 6, 8, 9, 11))]
 """Of schedules in which sequences are preempted."""
 MARK = 63
 """A token that only the prompt of one request has."""
