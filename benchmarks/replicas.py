@@ -1,7 +1,7 @@
 """Measures real replicas on conversations: routing by least work beside other ways to choose, in turns on this machine.
 
     python -m benchmarks.replicas [--replicas 3] [--rounds 2] [--conversations 9] [--turns 5]
-        [--ways least-work,round-robin,two-choices,ray-affinity]
+        [--ways least-work,round-robin,two-choices,ray-affinity] [--no-kv-transfer]
 
 Conversations go on at the same time, each with pauses in which somebody reads. A turn sends all that was said before
 and a new piece of real text. Found are the prompts' tokens whose K/V a replica had. Needs `pagemill[ray]`.
@@ -74,11 +74,11 @@ class Servers:
 
 
 @contextmanager
-def serving(way: str, replicas: int, seed: int) -> Iterator[tuple[list[str], Choose]]:
-    """Runs what serves: gives its URLs, and how to choose among these."""
+def serving(way: str, replicas: int, seed: int, more: Sequence[str]) -> Iterator[tuple[list[str], Choose]]:
+    """Runs what serves: gives its URLs, and how to choose among these. more: settings of replicas behind one."""
     with ExitStack() as stack:
         if way in POLICIES:
-            url = stack.enter_context(server(["--replicas", str(replicas), "--routing", way, *SETTINGS]))
+            url = stack.enter_context(server(["--replicas", str(replicas), "--routing", way, *SETTINGS, *more]))
             yield [url], lambda prompt, under_way: 0
             return
         urls = [stack.enter_context(server(SETTINGS)) for _ in range(replicas)]
@@ -124,7 +124,9 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=9)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--ways", default=",".join(WAYS), help="by commas")
+    parser.add_argument("--no-kv-transfer", action="store_true", help="replicas behind one front end fetch no blocks")
     options = parser.parse_args()
+    more = ["--no-kv-transfer"] if options.no_kv_transfer else []
     ways = options.ways.split(",")
     if unknown := [way for way in ways if way not in WAYS]:
         parser.error(f"--ways: {unknown[0]!r} is none of {', '.join(WAYS)}")
@@ -133,7 +135,7 @@ def main() -> None:
     firsts: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(options.rounds):
         for way in ways:
-            with serving(way, options.replicas, number) as (urls, choose):
+            with serving(way, options.replicas, number, more) as (urls, choose):
                 texts = [words[at * each : (at + 1) * each] for at in range(options.conversations)]
                 seen = asyncio.run(measure(urls, choose, texts, options.turns, number))
             found[way].append(seen.cached_tokens / seen.prompt_tokens)
