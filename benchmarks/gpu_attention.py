@@ -13,13 +13,12 @@ scales and the remainders of a row's latest tokens; the copy's speed counts what
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from benchmarks.on_gpu import DEVICE, Ceilings, heading, keep, measure_ceilings, median_ms, need_gpu
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch, LayerCache
 from pagemill.kvcache.device_pool import DevicePool
@@ -27,22 +26,11 @@ from pagemill.kvcache.kv_format import KVFormat, kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import FrameShape, block_major
 
-DEVICE = "cuda"
 FORMATS = ("bfloat16", "int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4", "int4_mixed")
 BLOCK_SIZE = 16
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 131072)
 DECODE = [(batch, context) for batch in (1, 8, 32, 128, 256) for context in CONTEXTS]
 PREFILL = [2048, 4096, 8192, 16384, 32768]
-GEMM_SIZE = 8192
-COPY_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Holds what the GPU does at best: bytes per second, read and written, and FLOP per second in bf16."""
-
-    copy_bytes_per_s: float
-    gemm_flop_per_s: float
 
 
 @dataclass(frozen=True)
@@ -72,21 +60,6 @@ class Result:
     ms: float
     share: float
     sdpa_ms: float | None
-
-
-def median_ms(run: Callable[[], object]) -> float:
-    import triton.testing
-
-    return float(triton.testing.do_bench(run, warmup=100, rep=1000, return_mode="median"))
-
-
-def measure_ceilings() -> Ceilings:
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    copy = median_ms(lambda: target.copy_(source))
-    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    product = median_ms(lambda: a @ b)
-    return Ceilings(2e3 * COPY_BYTES / copy, 2e3 * GEMM_SIZE**3 / product)
 
 
 def make_cache(shape: Shape, frames: int) -> LayerCache:
@@ -182,21 +155,17 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
+    need_gpu(parser)
     step = 2 if options.quick else 1
     ceilings = measure_ceilings()
-    copies, products = ceilings.copy_bytes_per_s / 1e12, ceilings.gemm_flop_per_s / 1e12
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
-    print(f"copies {copies:.2f} TB/s, bf16 products {products:.0f} TFLOP/s")
+    print(heading(ceilings.both))
     results = {}
     for name in FORMATS if options.caches == "all" else options.caches.split(","):
         shape = Shape(options.heads, options.kv_heads, options.head_dim, kv_format(name))
         results[name] = run(shape, ceilings, DECODE[::step], PREFILL[::step])
         print(f"\n{name}: {shape.token_bytes} bytes per token\n\n{table(results[name])}", flush=True)
-    if options.json is not None:
-        by_format = {name: [asdict(result) for result in of_format] for name, of_format in results.items()}
-        options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "results": by_format}))
+    by_format = {name: [asdict(result) for result in of_format] for name, of_format in results.items()}
+    keep(options.json, ceilings, by_format)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from benchmarks.gpu_attention import Ceilings, measure_ceilings, median_ms
+from benchmarks.on_gpu import Ceilings, heading, keep, measure_ceilings, median_ms, need_gpu
 from benchmarks.random_engine import STEPS, engine_step_ms
 from torch import Tensor
 
@@ -41,9 +40,9 @@ from pagemill.ops.torch_ops import TorchOps
 BLOCK_SIZE = 16
 CASES = [(rows, context) for rows in (1, 32, 256) for context in (1024, 4096, 16384)]
 LAUNCHES = 11
-"""Of a layer: four products, two sums with norms, rotation, activation, writing, attending, merging."""
+"""Launches of a layer: four products, two sums with norms, rotation, activation, writing, attending, merging."""
 OTHER_LAUNCHES = 7
-"""Of a step: embedding, cosines, sines, the first norm, the head's product, its widening, argmax."""
+"""Launches of a step beside its layers: embedding, cosines, sines, first norm, head, widening, argmax."""
 LAUNCH_S = 1e-6
 ENGINE_TOKENS = 1 << 19
 
@@ -74,7 +73,7 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Of all products for one token, the head's included."""
+        """Numbers that all products of one token take, the head's included."""
         return self.spec().products
 
     @property
@@ -254,8 +253,7 @@ def main() -> None:
         bytes_per_s = options.expect * 1e12
         print(expectation(sizes, cases, Ceilings(bytes_per_s, 160 * bytes_per_s)))
         return
-    if not torch.cuda.is_available():
-        parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
+    need_gpu(parser)
     ceilings = measure_ceilings()
     torch.cuda.empty_cache()
     dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
@@ -264,13 +262,9 @@ def main() -> None:
     if not cases:
         parser.error(f"the weights and one context take more than the {room / 1e9:.1f} GB that are free; free some")
     results = run(sizes, cases, ceilings, median_ms, dtype=dtype, backend=select_backend("cuda"))
-    copies, products = ceilings.copy_bytes_per_s / 1e12, ceilings.gemm_flop_per_s / 1e12
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {dtype}, ", end="")
-    print(f"copies {copies:.2f} TB/s, bf16 products {products:.0f} TFLOP/s\n\n{table(results)}")
-    if options.json is not None:
-        modelled = [sizes.roofline_s(*case, ceilings) / sizes.expected_s(*case, ceilings) for case in cases]
-        said = {"ceilings": asdict(ceilings), "results": [asdict(r) for r in results], "modelled_shares": modelled}
-        options.json.write_text(json.dumps(said))
+    print(f"{heading(str(dtype), ceilings.both)}\n\n{table(results)}")
+    modelled = [sizes.roofline_s(*case, ceilings) / sizes.expected_s(*case, ceilings) for case in cases]
+    keep(options.json, ceilings, [asdict(at) for at in results], modelled_shares=modelled)
 
 
 if __name__ == "__main__":

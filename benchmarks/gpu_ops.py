@@ -11,13 +11,12 @@ about a megabyte, the start of a kernel is most of its time.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from benchmarks.gpu_attention import measure_ceilings, median_ms
+from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu
 from torch import Tensor
 
 from pagemill.ops.torch_ops import TorchOps
@@ -28,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a dense model's layer, and of a mixture's."""
+    """Holds the sizes of a dense model's layer, and of a mixture's."""
 
     hidden: int = 4096
     heads: int = 32
@@ -144,17 +143,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
+    need_gpu(parser)
     ceilings = measure_ceilings()
     results = run(
         ROWS[:: 2 if options.quick else 1], ceilings.copy_bytes_per_s, median_ms, sizes=Sizes(),
         dtype=getattr(torch, options.dtype), device="cuda", capability=torch.cuda.get_device_capability(),
     )  # fmt: skip
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.dtype}, ", end="")
-    print(f"copies {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s\n\n{table(results)}")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "results": [asdict(r) for r in results]}))
+    print(f"{heading(options.dtype, ceilings.copies)}\n\n{table(results)}")
+    keep(options.json, ceilings, [asdict(at) for at in results])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from benchmarks.tests_outcome import read_outcome
 from benchmarks.timed_command import Outcome, run_command
 
 FOLDERS = ("attention", "benchmarks", "executor", "kvcache", "ops", "parity", "sampling")
-"""Of tests that are marked `gpu`."""
+"""Folders of the tests that are marked `gpu`."""
 LEAST_S = 10.0
 """Less time than this is not worth a start."""
 WORKERS = 8

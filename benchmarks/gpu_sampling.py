@@ -11,14 +11,13 @@ starts over 20 kernels; outside of a CUDA graph, their starts are most of its ti
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarks.gpu_attention import measure_ceilings, median_ms
+from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu
 from torch import Tensor
 
 from pagemill.sampling.kernels import DeviceChoices
@@ -95,15 +94,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="every second number of rows")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
+    need_gpu(parser)
     ceilings = measure_ceilings()
     all_rows = ROWS[:: 2 if options.quick else 1]
     results = run(all_rows, ceilings.copy_bytes_per_s, median_ms, vocab=VOCAB, device="cuda")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
-    print(f"copies {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s\n\n{table(results)}")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "results": [asdict(r) for r in results]}))
+    print(f"{heading(ceilings.copies)}\n\n{table(results)}")
+    keep(options.json, ceilings, [asdict(at) for at in results])
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ written.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from benchmarks.gpu_attention import measure_ceilings, median_ms
+from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu
 
 from pagemill.ops.quantized import AffineWeight, Float8Weight, QuantizedWeight, quantize_int8
 
@@ -132,17 +131,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one layer, two numbers of rows")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
+    need_gpu(parser)
     shapes = {"gate_up": SHAPES["gate_up"]} if options.quick else SHAPES
     ceilings = measure_ceilings()
     capability = torch.cuda.get_device_capability()
     rows = (1, 32) if options.quick else ROWS
     results = run(shapes, rows, ceilings.copy_bytes_per_s, median_ms, capability, "cuda")
-    copies = ceilings.copy_bytes_per_s / 1e12
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copies {copies:.2f} TB/s\n\n{table(results)}")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "results": [asdict(at) for at in results]}))
+    print(f"{heading(ceilings.copies)}\n\n{table(results)}")
+    keep(options.json, ceilings, [asdict(at) for at in results])
 
 
 if __name__ == "__main__":

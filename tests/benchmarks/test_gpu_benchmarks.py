@@ -12,7 +12,7 @@ from interpreter import CAPABILITY, DEVICE
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_attention import Ceilings
+from benchmarks.on_gpu import Ceilings
 from benchmarks.random_engine import engine_step_ms
 
 from benchmarks import gpu_decode, gpu_ops, gpu_sampling, random_engine

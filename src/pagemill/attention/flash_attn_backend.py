@@ -21,14 +21,17 @@ from pagemill.attention.window_tables import window_tables
 _HALVES = (torch.float16, torch.bfloat16)
 _FORMATS = ("float16", "bfloat16")
 
-FA2_SUPPORT = Support(
-    _HALVES, _FORMATS, (256,), range(8, 257, 8), key_ranges=False, same_format=True, least_capability=(8, 0)
-)
+FA2_SUPPORT = Support(_HALVES, _FORMATS, (256,), range(8, 257, 8), same_format=True, least_capability=(8, 0))
 """Its pages are multiples of 256 tokens."""
 FA3_SUPPORT = Support(
-    _HALVES, _FORMATS, (8, 16, 32), range(8, 257, 8), key_ranges=False, same_format=True,
-    least_capability=(9, 0), most_capability=(9, 0),
-)  # fmt: skip
+    _HALVES,
+    _FORMATS,
+    (8, 16, 32),
+    range(8, 257, 8),
+    same_format=True,
+    least_capability=(9, 0),
+    most_capability=(9, 0),
+)
 """Pages of whole tiles of keys would be read whole, also what lies behind the context, which may be NaN."""
 
 

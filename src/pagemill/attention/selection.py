@@ -9,7 +9,7 @@ from functools import partial
 
 from pagemill.attention.flash_attn_backend import FlashAttention, FlashAttnLibrary, flash_attn_libraries
 from pagemill.attention.interface import AttentionBackend
-from pagemill.attention.support import AttentionNeeds, Support
+from pagemill.attention.support import NO_GPU, AttentionNeeds, Support
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
 from pagemill.ops.triton_driver import triton_refusal
@@ -41,7 +41,7 @@ Measure = Callable[[Mapping[str, AttentionBackend]], str]
 def candidates(needs: AttentionNeeds) -> list[Candidate]:
     """Returns all backends for a GPU, in the order in which they are taken without a measurement."""
     capability = needs.capability
-    no_triton = "it needs an NVIDIA GPU; use device 'cuda'" if capability is None else triton_refusal()
+    no_triton = NO_GPU if capability is None else triton_refusal()
 
     def rest() -> AttentionBackend:
         if capability is None or no_triton is not None or TRITON_SUPPORT.refusal(needs) is not None:
@@ -57,11 +57,7 @@ def candidates(needs: AttentionNeeds) -> list[Candidate]:
     libraries = [] if capability is None else flash_attn_libraries()
     found.extend(Candidate("flash_attn", each.support, partial(flash_attention, each)) for each in libraries)
     if not libraries:
-        missing = (
-            "it needs an NVIDIA GPU; use device 'cuda'"
-            if capability is None
-            else ("flash-attn is missing; install pagemill[flash-attn]")
-        )
+        missing = NO_GPU if capability is None else "flash-attn is missing; install pagemill[flash-attn]"
         found.append(Candidate("flash_attn", Support(), TorchAttention, missing))
     found.append(Candidate("torch", TORCH_SUPPORT, TorchAttention))
     return found

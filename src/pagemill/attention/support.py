@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+NO_GPU = "it needs an NVIDIA GPU; use device 'cuda'"
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
@@ -31,9 +33,8 @@ class AttentionNeeds:
 class Support:
     """States what a backend takes. None: anything.
 
-    windows: whether it slides windows of more than a block over the keys. layout: of the pool, by name; strides are
-    the kernels' arguments, so that all take the block-major one as it lies. log_sum_exp, key_ranges: whether the
-    library's own kernels do these; calls that ask for more go to the kernels of another backend.
+    windows: whether it slides windows of more than a block over the keys. same_format: whether queries and cache must
+    have one dtype.
     """
 
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -42,13 +43,9 @@ class Support:
     head_dims: tuple[int, ...] | range | None = None
     windows: bool = True
     soft_cap: bool = True
-    log_sum_exp: bool = True
-    key_ranges: bool = True
     same_format: bool = False
-    """Whether queries and cache must have one dtype."""
     least_capability: tuple[int, int] | None = None
     most_capability: tuple[int, int] | None = None
-    layout: str = "block-major"
 
     def refusal(self, needs: AttentionNeeds) -> str | None:
         """Returns why the backend does not take this, with the way out; None if it does."""
@@ -56,7 +53,7 @@ class Support:
         if self.least_capability is not None:
             least, most = self.least_capability, self.most_capability
             if capability is None:
-                return "it needs an NVIDIA GPU; use device 'cuda'"
+                return NO_GPU
             if capability < least or (most is not None and capability > most):
                 limit = f"{least[0]}.{least[1]}" + ("" if most is None else f" to {most[0]}.{most[1]}")
                 return f"it needs compute capability {limit}, and this GPU has {capability[0]}.{capability[1]}"

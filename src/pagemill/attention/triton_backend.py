@@ -220,7 +220,7 @@ _AS = {
     torch.float32: "float", torch.float16: "float", torch.bfloat16: "float", torch.int8: "int8", torch.uint8: "int4",
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
-"""What kernels call the formats of elements: see `triton_tiles.py`."""
+"""Names of the formats of elements in the kernels: see `triton_tiles.py`."""
 
 
 def _from(row: int, by_row: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 MOST_SCALE, MOST_LOW = tl.constexpr(2180.0), tl.constexpr(32700.0)
-"""What fp16 holds of 4-bit keys: a low and 15 scales stay below 65,504."""
+"""The largest number of a 4-bit key in fp16: a low and 15 scales stay below 65,504."""
 
 
 @triton.jit

@@ -34,7 +34,7 @@ FIRST_ANSWER_TOKENS = 128.0
 LEAST_SPLIT_TOKENS = 128
 """A prompt of which fewer tokens are to be computed is not worth two replicas."""
 HELD_UP = 2.0
-"""What a second counts by which a prompt holds up an answer under way, beside a second before a first token."""
+"""A second by which a prompt holds up an answer under way counts as so many seconds before a first token."""
 FADING = 0.05
 """Weight of the last answer's length in the length that is expected; all earlier ones have the rest."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from pagemill.executor.device import Device
 from pagemill.executor.device_rows import DeviceRows
 from pagemill.executor.graphs import Shape
 from pagemill.executor.rows import Rows
-from pagemill.executor.staging import Place, places_of
+from pagemill.executor.staging import Place, lay, places_of
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
@@ -35,6 +36,7 @@ class LargestStep(NamedTuple):
     samples: int
 
 
+@torch.inference_mode()
 def activation_peak(
     device: Device,
     run: RunOver,
@@ -50,53 +52,46 @@ def activation_peak(
     Its rows end where the longest sequences do: some memory grows with contexts. All of a layer group's blocks lie in
     one frame. truncates: whether samples may leave tokens out. Raises KVMemoryError if there is too little memory.
     """
-    try:
-        return _measure(device, run, frames, layout, max_model_len, largest, truncates)
-    except torch.OutOfMemoryError as error:
-        raise KVMemoryError(
-            f"max_num_batched_tokens allows steps of {largest.tokens} tokens, and one of these, with {largest.samples} "
-            f"samples, has too little memory on {device.where} beside the weights ({error}); lower "
-            "max_num_batched_tokens or max_num_seqs, or free memory",
-            param="max_num_batched_tokens",
-        ) from error
-
-
-@torch.inference_mode()
-def _measure(
-    device: Device,
-    run: RunOver,
-    frames: FrameShape,
-    layout: LayoutMaker,
-    max_model_len: int,
-    largest: LargestStep,
-    truncates: bool,
-) -> int:
     longest = max(1, max_model_len - 1)
     query_lens = np.full(-(-largest.tokens // longest), longest, np.int32)
     query_lens[-1] -= query_lens.sum() - largest.tokens
     count, groups = len(query_lens), len(frames.groups.groups)
-    rows = Rows(frames.groups, count, max_model_len, frames.block_size, device.where, frames.format.precise)
-    there = DeviceRows(rows, device.where)
-    for group, table in enumerate(there.tables):
-        table.fill_(group)
-    pool = DevicePool(groups, frames, device.where, layout)
-    pool.frames.bytes.zero_()
     alike = Choices.argmax(largest.samples)
     choices = alike._replace(temperature=alike.temperature + 1, top_p=alike.top_p * np.float32(0.9 if truncates else 1))
-    arrays = [
-        np.arange(count, dtype=np.int32),
-        longest - query_lens,
-        np.concatenate(([0], query_lens.cumsum())).astype(np.int32),
-        np.full(largest.samples, largest.tokens - 1),
-        np.full(largest.samples, there.nowhere),
-        *choices,
-    ]
-    places, nbytes = places_of(arrays)
-    host = np.zeros(nbytes, np.uint8)
-    for array, place in zip(arrays, places, strict=True):
-        host[place.begin : place.begin + place.nbytes] = array.view(np.uint8)
-    memory = torch.from_numpy(host).to(device.where)
-    shape = Shape(
-        largest.tokens, int(query_lens.max()), longest, largest.samples, picks=True, draws=True, truncates=truncates
-    )
-    return device.peak(lambda: run(there, pool, memory, places, shape))
+    with _named_if_too_large(largest, device.where):
+        rows = Rows(frames.groups, count, max_model_len, frames.block_size, device.where, frames.format.precise)
+        there = DeviceRows(rows, device.where)
+        for group, table in enumerate(there.tables):
+            table.fill_(group)
+        pool = DevicePool(groups, frames, device.where, layout)
+        pool.frames.bytes.zero_()
+        arrays = [
+            np.arange(count, dtype=np.int32),
+            longest - query_lens,
+            np.concatenate(([0], query_lens.cumsum())).astype(np.int32),
+            np.full(largest.samples, largest.tokens - 1),
+            np.full(largest.samples, there.nowhere),
+            *choices,
+        ]
+        places, nbytes = places_of(arrays)
+        host = np.zeros(nbytes, np.uint8)
+        lay(arrays, places, host)
+        memory = torch.from_numpy(host).to(device.where)
+        shape = Shape(
+            largest.tokens, int(query_lens.max()), longest, largest.samples, picks=True, draws=True, truncates=truncates
+        )
+        return device.peak(lambda: run(there, pool, memory, places, shape))
+
+
+@contextmanager
+def _named_if_too_large(largest: LargestStep, where: torch.device) -> Iterator[None]:
+    """Names the setting, and the ways out, where memory is too short inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise KVMemoryError(
+            f"max_num_batched_tokens allows steps of {largest.tokens} tokens, and one of these, with {largest.samples} "
+            f"samples, has too little memory on {where} beside the weights ({error}); lower "
+            "max_num_batched_tokens or max_num_seqs, or free memory",
+            param="max_num_batched_tokens",
+        ) from error

@@ -59,7 +59,7 @@ class CudaDevice(CudaStreams):
         super().__init__(where)
         self._captures = self.stream()
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-        """Those that are alive. They share their memory: one runs at a time, and what it leaves is copied before the
+        """Graphs that are alive. They share their memory: one runs at a time, and what it leaves is copied before the
         next. Torch refuses memory whose graphs have all ended while any of it is still held."""
 
     def capture(self, run: Callable[[], Tensor]) -> Captured:

@@ -26,7 +26,7 @@ LEAST_CONTEXT = 1024
 """The lowest rung of contexts; the others double it."""
 MOST_BYTES = 1 << 30
 FREE_SHARE = 0.25
-"""Of what is free; see `budget`."""
+"""The share of the free memory that graphs may take; see `budget`."""
 
 
 class Shape(NamedTuple):

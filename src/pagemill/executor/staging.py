@@ -20,7 +20,7 @@ Array = NDArray[np.generic]
 ALIGNMENT = 16
 """Bytes at whose multiples an array begins: a view of any type may."""
 LEAST_BYTES = 1 << 16
-"""Of a slot's memory at first."""
+"""Bytes of a slot's memory at first."""
 
 _TORCH: dict[Any, torch.dtype] = {
     np.dtype(np.int32): torch.int32,
@@ -51,6 +51,12 @@ def places_of(arrays: Sequence[Array]) -> tuple[list[Place], int]:
     return places, end
 
 
+def lay(arrays: Sequence[Array], places: Sequence[Place], memory: NDArray[np.uint8]) -> None:
+    """Copies arrays to their places in memory."""
+    for array, place in zip(arrays, places, strict=True):
+        memory[place.begin : place.begin + place.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+
+
 class Slot:
     """Holds the memory of one step in flight.
 
@@ -71,9 +77,7 @@ class Slot:
         places, nbytes = places_of(arrays)
         if nbytes > len(self._host):
             self._grow(1 << (nbytes - 1).bit_length())
-        written = self._host.numpy()
-        for array, place in zip(arrays, places, strict=True):
-            written[place.begin : place.begin + place.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        lay(arrays, places, self._host.numpy())
         with self._device.use(self._streams.up):
             self._device.copy(self._host[:nbytes], self._there[:nbytes])
             uploaded = self._streams.up.record_event()

@@ -26,7 +26,8 @@ KERNEL_VERSION = 1
 """Raised whenever the kernels' arithmetic, forms, tiles or parts change: stored K/V of other bits must not be found."""
 MAGIC = 0x4B000000
 ROW_OUTPUTS, ROW_CHUNKS, ROW_WARPS = 4, 128, 4
-"""Of a program that multiplies one row: outputs, whose codes are loaded together, and chunks of 16 bytes of each."""
+"""A program that multiplies one row has so many outputs, whose codes are loaded together, chunks of 16 bytes of each
+at a time, and warps."""
 PROGRAMS, MOST_PARTS = 512, 16
 """Columns are cut into parts until so many programs share the work, or there are so many parts."""
 SUMMED = 1024
@@ -79,6 +80,10 @@ class NarrowLinear:
         self.out_features, self.in_features = len(weight.codes), weight.columns
         self.nbytes = weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
         self._matrix_units = capability >= (8, 0)
+        self._pointers = _pointers(weight, self.bias)
+        self._sizes = weight.codes.shape[1] // 16, weight.scale.fine.shape[1]
+        """Chunks of 16 bytes, and scales, of a row."""
+        self._constants = _constants(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype not in _TRITON:
@@ -100,22 +105,22 @@ class NarrowLinear:
 
     def _multiply_row(self, x: Tensor, y: Tensor) -> None:
         multiply_row[(triton.cdiv(self.out_features, ROW_OUTPUTS),)](
-            x, *self._pointers(), y, self.out_features, self.in_features, *self._sizes(), MAGIC, **self._constants(),
+            x, *self._pointers, y, self.out_features, self.in_features, *self._sizes, MAGIC, **self._constants,
             BLOCK_N=ROW_OUTPUTS, BLOCK_C=ROW_CHUNKS, num_warps=ROW_WARPS,
         )  # fmt: skip
 
     def _multiply_rows(self, x: Tensor, y: Tensor) -> None:
         tokens, weight = len(x), self.weight
         form = form_of(tokens, self._matrix_units and x.dtype != torch.float32)
-        chunks, groups = self._sizes()
+        chunks, groups = self._sizes
         units = chunks * (16 if weight.kind in ("int8", "float8") else 32) // weight.unit
         of_part = triton.cdiv(units, parts_of(form, self.out_features, units))
         count = triton.cdiv(units, of_part)
         parts = torch.empty(count, *y.shape, device=x.device) if count > 1 else None
         grid = (triton.cdiv(self.out_features, form.outputs), triton.cdiv(tokens, form.tokens), count)
         multiply_rows[grid](
-            x, *self._pointers(), y, parts, tokens, self.out_features, self.in_features, chunks, groups, units, of_part,
-            x.stride(0), MAGIC, **self._constants(), BLOCK_N=form.outputs, BLOCK_M=form.tokens, DOT=_TRITON[x.dtype],
+            x, *self._pointers, y, parts, tokens, self.out_features, self.in_features, chunks, groups, units, of_part,
+            x.stride(0), MAGIC, **self._constants, BLOCK_N=form.outputs, BLOCK_M=form.tokens, DOT=_TRITON[x.dtype],
             num_warps=form.warps, num_stages=form.stages,
         )  # fmt: skip
         if parts is not None:
@@ -123,25 +128,22 @@ class NarrowLinear:
                 parts, self.bias, y, y.numel(), self.out_features, count, BLOCK=SUMMED
             )
 
-    def _pointers(self) -> tuple[Tensor | None, ...]:
-        weight = self.weight
-        low = (None, None) if weight.low is None else (weight.low.fine, weight.low.coarse)
-        return weight.codes, weight.top, weight.scale.fine, weight.scale.coarse, weight.zero, *low, self.bias
 
-    def _sizes(self) -> tuple[int, int]:
-        """Returns the chunks of 16 bytes, and the scales, of a row."""
-        return self.weight.codes.shape[1] // 16, self.weight.scale.fine.shape[1]
+def _pointers(weight: PackedWeight, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    low = (None, None) if weight.low is None else (weight.low.fine, weight.low.coarse)
+    return weight.codes, weight.top, weight.scale.fine, weight.scale.coarse, weight.zero, *low, bias
 
-    def _constants(self) -> dict[str, object]:
-        weight, scale, low = self.weight, self.weight.scale, self.weight.low
-        coarse = next((each.coarse for each in (scale, low) if each is not None and each.coarse is not None), None)
-        return {
-            "KIND": weight.kind,
-            "UNIT": weight.unit,
-            "GROUP": weight.group,
-            "PER_COARSE": 1 if coarse is None else scale.fine.shape[1] // coarse.shape[1],
-            "ORIGIN": weight.origin,
-        }
+
+def _constants(weight: PackedWeight) -> dict[str, object]:
+    scale, low = weight.scale, weight.low
+    coarse = next((each.coarse for each in (scale, low) if each is not None and each.coarse is not None), None)
+    return {
+        "KIND": weight.kind,
+        "UNIT": weight.unit,
+        "GROUP": weight.group,
+        "PER_COARSE": 1 if coarse is None else scale.fine.shape[1] // coarse.shape[1],
+        "ORIGIN": weight.origin,
+    }
 
 
 class TritonQuantizedOps(TritonOps):

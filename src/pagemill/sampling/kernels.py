@@ -27,6 +27,11 @@ ALL_FORBIDDEN = -2
 """Stands in the place of a token if all of the row's logits are -inf."""
 
 
+def leave_out(top_k: Ids, top_p: Floats, min_p: Floats) -> npt.NDArray[np.bool_]:
+    """Returns, by row, whether these may drop tokens, of the rows that draw."""
+    return (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+
 class Choices(NamedTuple):
     """Holds how each row chooses its token: arrays [rows]."""
 
@@ -48,8 +53,7 @@ class Choices(NamedTuple):
     @property
     def truncate(self) -> bool:
         """True if the rows that draw do not all draw from the whole vocabulary."""
-        truncated = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-        return bool((truncated & (self.temperature > 0)).any())
+        return bool((leave_out(self.top_k, self.top_p, self.min_p) & (self.temperature > 0)).any())
 
 
 class DeviceChoices(NamedTuple):

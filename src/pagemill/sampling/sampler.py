@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pagemill.sampling.constraints import RowConstraints, apply_constraints
-from pagemill.sampling.kernels import ALL_FORBIDDEN, Choices, Ids, SamplingKernels
+from pagemill.sampling.kernels import ALL_FORBIDDEN, Choices, Ids, SamplingKernels, leave_out
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.random import uniform
 
@@ -154,7 +154,7 @@ class Sampler:
         follows top_k, top_p and min_p."""
         held = self._constrained[rows] | self._structured[rows] | (self._logprobs[rows] >= 0)
         if not truncated:
-            limited = (self._top_k[rows] > 0) | (self._top_p[rows] < 1) | (self._min_p[rows] > 0)
+            limited = leave_out(self._top_k[rows], self._top_p[rows], self._min_p[rows])
             held |= limited & (self._temperature[rows] > 0)
         return not held.any()
 

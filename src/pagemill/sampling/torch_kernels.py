@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Bits, Choices, DeviceChoices, Ids
+from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Bits, Choices, DeviceChoices, Ids, leave_out
 from pagemill.sampling.params import TokenLogprobs
 
 _CHUNK = 1 << 21
@@ -26,7 +26,7 @@ _WIDTHS = (256, 2048, 16384)
 
 class TorchSamplingKernels:
     truncates_on_device = False
-    """Whether `choose_on_device` can follow top_k, top_p and min_p."""
+    """Says whether `choose_on_device` can follow top_k, top_p and min_p."""
 
     def mask(self, logits: torch.Tensor, places: Ids, bits: Bits, rows: Ids) -> None:
         allowed = np.unpackbits(bits[rows].view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
@@ -37,10 +37,8 @@ class TorchSamplingKernels:
         device = logits.device
         rows = torch.from_numpy(places).to(device)
         chosen = logits[rows]
-        largest, best = chosen.max(-1)
-        tokens = best.masked_fill(largest == -torch.inf, ALL_FORBIDDEN)
-        tokens = tokens.masked_fill(~(largest < torch.inf), NOT_FINITE)
-        truncated = (choices.top_k > 0) | (choices.top_p < 1) | (choices.min_p > 0)
+        tokens = _or_codes(*chosen.max(-1))
+        truncated = leave_out(choices.top_k, choices.top_p, choices.min_p)
         drawn = (choices.temperature > 0) & (tokens >= 0).cpu().numpy()
         chunk = max(1, _CHUNK // logits.shape[1])
         for which in (drawn & ~truncated, drawn & truncated):
@@ -74,8 +72,7 @@ class TorchSamplingKernels:
             drawn = choices.temperature > 0
             scaled = logits / torch.where(drawn, choices.temperature, 1.0)[:, None]
             best = torch.where(drawn, draw(torch.softmax(scaled, -1), choices.uniforms), best)
-        tokens = best.masked_fill(largest == -torch.inf, ALL_FORBIDDEN)
-        return tokens.masked_fill(~(largest < torch.inf), NOT_FINITE).int()
+        return _or_codes(largest, best).int()
 
     def log_probabilities(self, logits: torch.Tensor, places: Ids, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:
         made: list[TokenLogprobs] = []
@@ -85,6 +82,12 @@ class TorchSamplingKernels:
             raw = torch.log_softmax(logits[torch.from_numpy(places[part]).to(logits.device)], -1)
             made += _log_probabilities(raw, tokens[part], counts[part])
         return made
+
+
+def _or_codes(largest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns tokens, or the code of a row that has none. largest: the largest logit of each row."""
+    tokens = tokens.masked_fill(largest == -torch.inf, ALL_FORBIDDEN)
+    return tokens.masked_fill(~(largest < torch.inf), NOT_FINITE)
 
 
 def _log_probabilities(raw: torch.Tensor, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:

@@ -260,7 +260,7 @@ class Assembler:
             torch.cat([each.repeat_interleave(most // each.shape[1], dim=1) for each in part])
             for part in (scales, lows)
         )
-        return torch.cat(values) if len(values) > 1 else values[0], scale, low
+        return _joined(values), scale, low
 
     def _float8(
         self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
@@ -275,7 +275,7 @@ class Assembler:
 
         values, scales = self._narrow(parts, rows, columns, unpair, read)
         (group,) = groups
-        return torch.cat(values), torch.cat(scales), group
+        return _joined(values), _joined(scales), group
 
     def _narrow(
         self,
@@ -432,6 +432,11 @@ def _rows(joined: Tensor, sizes: Sequence[int], keep: Sequence[slice] | None) ->
 def _bits_for(stored: set[int | None]) -> int | None:
     """Returns the bits, 4 or 8, that hold parts of so many stored bits; None unless all are stored in integers."""
     return None if None in stored or not stored else 4 if stored == {4} else 8
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the parts' rows as one tensor; a single part as it is."""
+    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:

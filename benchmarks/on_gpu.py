@@ -1,0 +1,63 @@
+"""What benchmarks of a GPU share: its ceilings, how a time is taken, and how a run is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+DEVICE = "cuda"
+GEMM_SIZE = 8192
+COPY_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Holds what the GPU does at best: bytes per second, read and written, and FLOP per second in bf16."""
+
+    copy_bytes_per_s: float
+    gemm_flop_per_s: float
+
+    @property
+    def copies(self) -> str:
+        return f"copies {self.copy_bytes_per_s / 1e12:.2f} TB/s"
+
+    @property
+    def both(self) -> str:
+        return f"{self.copies}, bf16 products {self.gemm_flop_per_s / 1e12:.0f} TFLOP/s"
+
+
+def need_gpu(parser: argparse.ArgumentParser) -> None:
+    """Ends the program where torch finds no GPU."""
+    if not torch.cuda.is_available():
+        parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    import triton.testing
+
+    return float(triton.testing.do_bench(run, warmup=100, rep=1000, return_mode="median"))
+
+
+def measure_ceilings() -> Ceilings:
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    copy = median_ms(lambda: target.copy_(source))
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    product = median_ms(lambda: a @ b)
+    return Ceilings(2e3 * COPY_BYTES / copy, 2e3 * GEMM_SIZE**3 / product)
+
+
+def heading(*more: str) -> str:
+    """Returns the line that says on what was measured."""
+    return ", ".join([torch.cuda.get_device_name(), f"torch {torch.__version__}", *more])
+
+
+def keep(file: Path | None, ceilings: Ceilings, results: object, **more: object) -> None:
+    """Writes a run as JSON, if there is a file for it."""
+    if file is not None:
+        file.write_text(json.dumps({"ceilings": asdict(ceilings), "results": results, **more}))
