@@ -63,6 +63,13 @@ def join_remainders(groups: Sequence[GroupBatch], remainders: int, precise: int)
     return tuple(replace(group, remainders=rest, precise=precise) for group, rest in pairs)
 
 
+class HostLengths(NamedTuple):
+    """Holds the lengths of a step's rows on the host, int32 [rows]: query tokens, and keys up to the last of them."""
+
+    query: Tensor
+    context: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Describes a step's rows, the same for all layers. Query tokens lie one row after the other.
@@ -72,6 +79,7 @@ class AttentionBatch:
     positions    int64 [tokens]    position of each query token in its sequence
     groups       by layer group
     max_query_len, max_context_len: maxima over rows, on the host
+    host         lengths on the host; None where they are not known to it, as in a step that is captured once for many
     """
 
     query_start: Tensor
@@ -80,6 +88,7 @@ class AttentionBatch:
     groups: tuple[GroupBatch, ...]
     max_query_len: int
     max_context_len: int
+    host: HostLengths | None = None
 
 
 class AttentionBackend(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, LayerCache
+from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
 from pagemill.attention.support import AttentionNeeds
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ def time_attention(backend: AttentionBackend, needs: AttentionNeeds, device: tor
             groups=(GroupBatch(tables[:rows], torch.full((tokens,), -1, device=device)),),
             max_query_len=queries,
             max_context_len=keys,
+            host=HostLengths(*(torch.full((rows,), length, dtype=torch.int32) for length in (queries, keys))),
         )
         query = torch.randn(tokens, needs.heads, needs.head_dim, device=device).to(needs.dtype)
         took = []

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagemill.attention.interface import HostLengths
 from pagemill.errors import KVMemoryError
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import DeviceRows
@@ -25,8 +26,8 @@ from pagemill.sampling.kernels import Choices
 TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES
 """Memory through which frames are copied, and blocks leave the device."""
 
-RunOver = Callable[[DeviceRows, DevicePool, Tensor, Sequence[Place], Shape], Tensor]
-"""Runs a step of these rows over a pool; the rest is what `RunStep` takes."""
+RunOver = Callable[[DeviceRows, DevicePool, Tensor, Sequence[Place], Shape, HostLengths], Tensor]
+"""Runs a step of these rows, whose lengths are the last argument, over a pool; the rest is what `RunStep` takes."""
 
 
 class LargestStep(NamedTuple):
@@ -80,7 +81,8 @@ def activation_peak(
         shape = Shape(
             largest.tokens, int(query_lens.max()), longest, largest.samples, picks=True, draws=True, truncates=truncates
         )
-        return device.peak(lambda: run(there, pool, memory, places, shape))
+        lengths = HostLengths(torch.from_numpy(query_lens), torch.full((count,), longest, dtype=torch.int32))
+        return device.peak(lambda: run(there, pool, memory, places, shape, lengths))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagemill.attention.interface import HostLengths
 from pagemill.errors import DeviceLostError, EngineDeadError, NonFiniteLogitsError
 from pagemill.executor.activation_peak import TRANSFER_BYTES, LargestStep, activation_peak
 from pagemill.executor.backend import Backend
@@ -205,20 +206,30 @@ class GpuExecutor(LocalExecutor):
         if padded is not None and self._graphs is not None:
             tokens = self._graphs.run(memory, of_step, padded)
         else:
-            tokens = self._step(memory, of_step, shape)
+            _, starts, query_start, *_ = arrays
+            query_lens = np.diff(query_start)
+            host = HostLengths(torch.from_numpy(query_lens), torch.from_numpy(starts + query_lens))
+            tokens = self._step(memory, of_step, shape, host)
         if len(tokens):
             slot.results[: len(tokens)].copy_(tokens)
 
-    def _step(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Tensor:
-        """Runs a step whose arrays lie there. Returns the sampled tokens, int32 [samples]."""
-        return self._step_over(self._there, self.pool, memory, places, shape)
+    def _step(self, memory: Tensor, places: Sequence[Place], shape: Shape, host: HostLengths | None = None) -> Tensor:
+        """Runs a step whose arrays lie there. host: its rows' lengths, unless it is captured for others. Returns the
+        sampled tokens, int32 [samples]."""
+        return self._step_over(self._there, self.pool, memory, places, shape, host)
 
     def _step_over(
-        self, there: DeviceRows, pool: DevicePool, memory: Tensor, places: Sequence[Place], shape: Shape
+        self,
+        there: DeviceRows,
+        pool: DevicePool,
+        memory: Tensor,
+        places: Sequence[Place],
+        shape: Shape,
+        host: HostLengths | None,
     ) -> Tensor:
         """Runs a step of these rows over this pool."""
         rows, starts, query_start, last, written, *choices = (place.of(memory) for place in places)
-        queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context)
+        queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context, host)
         token_ids, batch = there.inputs(queries)
         hidden = self.decoder.forward(token_ids, batch, pool)
         if not shape.samples:
