@@ -215,6 +215,24 @@ PackedBytes quantized_bytes(const PackedLinear& packed) {
             .bias = bias_bytes(panels * kPanel)};
 }
 
+// A panel's 8-bit lines, 4 neighbouring k of an output at a time. Where they have no values they are 0.
+void pack_lines(const PackedLinear& packed, const QuantizedSource& from, int64_t panel) {
+    constexpr uint32_t kAllRaised = 0x01010101u * uint8_t(kRaised);
+    const int64_t k = packed.k, filled = lesser<int64_t>(kPanel, packed.n - panel * kPanel);
+    for (int64_t step = 0; step < steps_of(k); ++step) {
+        char* const lines = (char*)packed.panels + place_of(packed, panel, step) * kStepLines;
+        const int64_t length = lesser<int64_t>(kStepK, k - step * kStepK);
+        if (filled < kPanel || length < kStepK) std::memset(lines, 0, kStepLines);
+        for (int64_t lane = 0; lane < filled; ++lane) {
+            const char* values = (const char*)from.values + (panel * kPanel + lane) * k + step * kStepK;
+            char* to = lines + lane * 4;
+            int64_t j = 0;
+            for (; j + 4 <= length; j += 4, to += 64) store_as(to, load_as<uint32_t>(values + j) ^ kAllRaised);
+            for (int64_t i = 0; j + i < length; ++i) to[i] = char(values[j + i] ^ kRaised);
+        }
+    }
+}
+
 bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
     const int64_t n = packed.n, k = packed.k, steps = steps_of(k), groups = groups_of(steps),
                   panels = (n + kPanel - 1) / kPanel;
@@ -228,24 +246,23 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
         const auto at = [&](int64_t step) {
             return (char*)packed.panels + place_of(packed, panel, step) * step_bytes(packed);
         };
-        for (int64_t step = 0; step < steps; ++step) std::memset(at(step), 0, step_bytes(packed));
-        for (int lane = 0; lane < lesser<int64_t>(kPanel, n - panel * kPanel); ++lane) {
-            const int64_t row = panel * kPanel + lane;
+        const int64_t filled = lesser<int64_t>(kPanel, n - panel * kPanel);
+        for (int64_t lane = 0; lane < filled; ++lane)
             for (int64_t g = 0; g < groups; ++g)
-                ((uint16_t*)packed.scales)[(panel * groups + g) * kPanel + lane] = from.scales[row * groups + g];
+                ((uint16_t*)packed.scales)[(panel * groups + g) * kPanel + lane] =
+                    from.scales[(panel * kPanel + lane) * groups + g];
+        if (packed.format == Format::int8) return pack_lines(packed, from, panel);
+        for (int64_t step = 0; step < steps; ++step) std::memset(at(step), 0, step_bytes(packed));
+        for (int64_t lane = 0; lane < filled; ++lane) {
+            const int64_t row = panel * kPanel + lane;
             for (int64_t j = 0; j < k; ++j) {
                 const int line = int(j % kStepK) / 4, byte = int(j % 4);
-                if (packed.format == Format::int8) {
-                    at(j / kStepK)[line * 64 + lane * 4 + byte] =
-                        char(((const uint8_t*)from.values)[row * k + j] ^ kRaised);
-                } else {
-                    PackedStep& step = *(PackedStep*)at(j / kStepK);
-                    const int q = ((const uint8_t*)from.values)[row * k + j];
-                    step.q[line / 2][lane * 2 + byte / 2] |= uint16_t(q << (line % 2 * 8 + byte % 2 * 4));
-                    step.half[line / 8].slope[lane] = uint16_t(from.slopes[row * (k / kHalfK) + j / kHalfK]);
-                    step.half[line / 8].offset[lane] =
-                        uint16_t(from.offsets[row * (k / kHalfK) + j / kHalfK] + kRaised * 256);
-                }
+                PackedStep& step = *(PackedStep*)at(j / kStepK);
+                const int q = ((const uint8_t*)from.values)[row * k + j];
+                step.q[line / 2][lane * 2 + byte / 2] |= uint16_t(q << (line % 2 * 8 + byte % 2 * 4));
+                step.half[line / 8].slope[lane] = uint16_t(from.slopes[row * (k / kHalfK) + j / kHalfK]);
+                step.half[line / 8].offset[lane] =
+                    uint16_t(from.offsets[row * (k / kHalfK) + j / kHalfK] + kRaised * 256);
             }
         }
     };

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pagemill import _kernels
 from pagemill.errors import CorruptWeightsError, UnsupportedModelError
 from pagemill.models.decoder import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
@@ -407,10 +408,13 @@ class Assembler:
 
 
 def quantize_pieces(weight: Tensor) -> QuantizedWeight:
-    """Returns a matrix in 8 bits, rounded piece by piece, so that it is never held in float32 as a whole."""
+    """Returns a finite matrix in 8 bits, as `quantize_int8` does, without holding it in float32 as a whole."""
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
     scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16, device=weight.device)
+    if weight.device.type == "cpu":
+        _kernels.quantize_int8(weight.contiguous(), values, scales)
+        return QuantizedWeight(values, scales)
 
     def fill(begin: int, end: int) -> None:
         piece = quantize_int8(weight[begin:end].float())
