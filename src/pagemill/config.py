@@ -317,7 +317,6 @@ class EngineConfig:
         for name, value, way_out in (
             ("enable_lora", self.enable_lora or None, "merge the adapter into the model"),
             ("speculative_config", drafting, "draft by 'ngram' or 'suffix', which need no model"),
-            ("device", self.device if self.device.startswith("cuda") else None, "use 'cpu'"),
         ):
             if value is not None:
                 raise ConfigError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -165,6 +167,8 @@ class CheckedDevice(TorchDispatchMode):
         self.broken = False
         """Whether an error of its work is met by whoever waits for it."""
         self.graphs: list[CheckedGraph] = []
+        self.collectives: Counter[str] = Counter()
+        """Those that have been done, by name."""
         self._current = self.compute
         self._streams = {"compute": self.compute}
         self._memory: dict[int, Memory] = {}
@@ -308,6 +312,9 @@ class CheckedDevice(TorchDispatchMode):
         if self._graph is not None:
             self._save(written)
         result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            Work.unbox(result[1]).wait()  # it is work of the stream in use
+            self.collectives[name] += 1
         keys = {_key(each) for each in inputs}
         fresh = [each for each in _tensors(result) if _key(each) not in keys]
         if not fresh and not written and _tensors(result):
@@ -418,7 +425,9 @@ def _inside(value: Any) -> Any:
 
 @functools.cache
 def _targets(func) -> list[tuple[int, str]]:
-    """Returns place and name of the arguments that an operation writes."""
+    """Returns place and name of the arguments that an operation writes. Collectives do not say it of theirs."""
+    if func.namespace == "c10d":
+        return [(0, func._schema.arguments[0].name)]  # noqa: SLF001
     arguments = enumerate(func._schema.arguments)  # noqa: SLF001
     return [(at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 

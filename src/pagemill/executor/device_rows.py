@@ -18,6 +18,9 @@ from pagemill.executor.rows import Rows
 from pagemill.memory.work import MemoryWork
 from pagemill.scheduling.step_plan import StepPlan
 
+EDIT_ARRAYS = 4
+"""How many arrays `Edits.take` returns."""
+
 
 class Edits:
     """Gathers the cells that plans have changed on the host since the device last got them. Values are read when they

@@ -58,12 +58,6 @@ def load_share(
         torch.set_num_threads(config.num_threads)
     fixed = backend is not None
     backend = backend or select_backend(config.device, num_threads or config.num_threads, config.attention_backend)
-    if sharding is not None and backend.device.type != "cpu":
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but ranks exchange by gloo, on CPU only so far; "
-            f"use device 'cpu' (--device cpu), or leave tensor_parallel_size out",
-            param="tensor_parallel_size",
-        )
     settle_vector_math()
     packed = _packed_store(config)
     attention = (

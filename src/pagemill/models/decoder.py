@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,10 +36,17 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Holds a mixture of experts. router maps hidden to experts and is packed in float32."""
+    """Holds a mixture of experts. router maps hidden to experts and is packed in float32.
+
+    join: adds the ranks' parts of the mixture's output up; None where the experts' are whole.
+    """
 
     router: Linear
     experts: tuple[GatedMLP, ...]
+    join: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
+
+    def joined(self, output: Tensor) -> Tensor:
+        return output if self.join is None else self.join(output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +238,7 @@ class Decoder:
         spec = self.spec
         if isinstance(weights.mlp, Experts):
             assert spec.moe is not None
-            return _apply_experts(normed, weights.mlp, spec.moe, spec.activation, self.ops)
+            return weights.mlp.joined(_apply_experts(normed, weights.mlp, spec.moe, spec.activation, self.ops))
         return _apply_mlp(normed, weights.mlp, spec.activation, self.ops, adapt)
 
 

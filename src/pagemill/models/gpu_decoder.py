@@ -91,11 +91,12 @@ class GpuDecoder(Decoder):
         if not isinstance(mlp, StackedExperts):
             return super()._mlp(normed, weights, adapt)
         assert moe is not None
-        return apply_experts(
+        output = apply_experts(
             normed, mlp.router(normed.float()), mlp.gate_up, mlp.down, moe.experts_per_token,
             normalize=moe.normalize, activation=self.spec.activation,
             matrix_units=self.ops.has_matrix_units(normed.dtype),
         )  # fmt: skip
+        return mlp.joined(output)
 
 
 def _stacked(mlp: GatedMLP | Experts) -> GatedMLP | Experts:
@@ -104,4 +105,8 @@ def _stacked(mlp: GatedMLP | Experts) -> GatedMLP | Experts:
         return mlp
     gate_up = stack([expert.gate_up for expert in mlp.experts])
     down = stack([expert.down for expert in mlp.experts])
-    return mlp if gate_up is None or down is None else StackedExperts(mlp.router, mlp.experts, gate_up, down)
+    return (
+        mlp
+        if gate_up is None or down is None
+        else StackedExperts(mlp.router, mlp.experts, gate_up, down, join=mlp.join)
+    )

@@ -20,7 +20,7 @@ from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
 from pagemill.models.loading.keep import Keep, Nothing
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import WeightNames
-from pagemill.models.sharding import ShardedEmbedding, ShardedHead, Sharding
+from pagemill.models.sharding import ShardedEmbedding, Sharding, SummingExchange, SummingLinear
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Linear, Ops
 from pagemill.ops.quantized import GROUP, AffineWeight, Float8Weight, QuantizedWeight, keep_int4, quantize_int8
@@ -80,7 +80,7 @@ class Assembler:
     def _head(self, name: str) -> Linear:
         vocab_size, sharding = self.spec.vocab_size, self.sharding
         head = self._linear((name,), (vocab_size,), self.spec.hidden_size, keep=self._parts(vocab_size))
-        return head if sharding is None else ShardedHead(sharding.exchange, head, vocab_size)
+        return head if sharding is None else sharding.head(head, vocab_size)
 
     def _embedding(self, name: str) -> Tensor | ShardedEmbedding:
         vocab_size, sharding = self.spec.vocab_size, self.sharding
@@ -90,7 +90,7 @@ class Assembler:
             return whole if sharding is None else whole[sharding.part(vocab_size)].clone()
 
         part = self.keep.tensor(name, make)
-        return part if sharding is None else ShardedEmbedding(sharding.exchange, part.__getitem__, vocab_size)
+        return part if sharding is None else sharding.embedding(part.__getitem__, vocab_size)
 
     def _parts(self, *sizes: int) -> list[slice] | None:
         """Returns the rows to keep of joined parts of these sizes; None for all."""
@@ -102,8 +102,21 @@ class Assembler:
         unit: so many inputs stay together.
         """
         hidden, sharding = self.spec.hidden_size, self.sharding
+        if (part := self._summed(name, columns, unit, bias)) is not None:
+            return SummingLinear(*part)
         linear = self._linear((name,), (hidden,), columns, bias, keep=self._parts(hidden))
         return linear if sharding is None else sharding.gathering(linear, columns, hidden, unit)
+
+    def _summed(
+        self, name: str, columns: int, unit: int = 1, bias: bool = False
+    ) -> tuple[SummingExchange, Linear] | None:
+        """Returns what adds up, and the rank's part, of a layer back to the hidden size that is cut by its inputs; None
+        for one that is not. Weights that are not plain numbers are not: scales belong to several inputs."""
+        sharding = self.sharding
+        if sharding is None or sharding.sums is None or not self._is_plain((name,)):
+            return None
+        inputs = sharding.part(columns, unit)
+        return sharding.sums, self._linear((name,), (self.spec.hidden_size,), columns, bias, inputs=inputs)
 
     def _layer(self, index: int) -> LayerWeights:
         spec, names = self.spec, self.names
@@ -141,20 +154,28 @@ class Assembler:
         )
 
     def _mlp(self, gate_up: Sequence[str], down: str, size: int) -> GatedMLP:
+        return GatedMLP(self._gate_up(gate_up, size), self._closing(down, size, bias=self.spec.mlp_bias))
+
+    def _gate_up(self, names: Sequence[str], size: int) -> Linear:
         hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
-        joined = self._linear(gate_up, (size, size), hidden, bias, keep=self._parts(size, size))
-        return GatedMLP(joined, self._closing(down, size, bias=bias))
+        return self._linear(names, (size, size), hidden, bias, keep=self._parts(size, size))
 
     def _experts(self, prefix: str) -> Experts:
         spec, names = self.spec, self.names
         assert spec.moe is not None
         router = self._router(prefix + names.router, spec.moe.num_experts)
-        experts = []
-        for expert in range(spec.moe.num_experts):
+        experts, size, join = [], spec.moe.intermediate_size, None
+        downs = [prefix + names.expert_down.format(expert=expert) for expert in range(spec.moe.num_experts)]
+        together = all(self._is_plain((down,)) for down in downs)
+        for expert, down in enumerate(downs):
             gate_up = [prefix + part.format(expert=expert) for part in names.expert_gate_up]
-            down = prefix + names.expert_down.format(expert=expert)
-            experts.append(self._mlp(gate_up, down, spec.moe.intermediate_size))
-        return Experts(router, tuple(experts))
+            if together and (part := self._summed(down, size, bias=spec.mlp_bias)) is not None:
+                exchange, of_rank = part
+                experts.append(GatedMLP(self._gate_up(gate_up, size), of_rank))
+                join = exchange.all_reduce
+            else:
+                experts.append(self._mlp(gate_up, down, size))
+        return Experts(router, tuple(experts), join=join)
 
     def _router(self, name: str, num_experts: int) -> Linear:
         def make() -> Linear:
@@ -171,12 +192,14 @@ class Assembler:
         bias: bool = False,
         unpair: tuple[int, ...] = (),
         keep: Sequence[slice] | None = None,
+        inputs: slice | None = None,
     ) -> Linear:
         """Returns the joined parts' rows as a layer.
 
         keep: by part, the rows that the layer has; None for all.
+        inputs: of plain weights, the columns that the layer has, one rank's with the bias; None for all.
         """
-        return self.keep.linear("+".join(parts), lambda: self._packed(parts, rows, columns, bias, unpair, keep))
+        return self.keep.linear("+".join(parts), lambda: self._packed(parts, rows, columns, bias, unpair, keep, inputs))
 
     def _packed(
         self,
@@ -186,6 +209,7 @@ class Assembler:
         bias: bool,
         unpair: tuple[int, ...],
         keep: Sequence[slice] | None,
+        inputs: slice | None,
     ) -> Linear:
         def kept(*joined: Tensor) -> Iterator[Tensor]:
             return (_rows(each, rows, keep) for each in joined)
@@ -193,7 +217,7 @@ class Assembler:
         offsets = None
         if bias:
             (offsets,) = kept(self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32))
-        if self._keeps_narrow() and all(map(self.checkpoint.stores_float8, self._weights(parts))):
+        if self._stays_float8(parts):
             *numbers, group = self._float8(parts, rows, columns, unpair)
             values, scale = (part.to(self.device) for part in kept(*numbers))
             return self.ops.pack_float8(Float8Weight(values.view(torch.float8_e4m3fn), scale, group), offsets)
@@ -203,6 +227,11 @@ class Assembler:
             return self.ops.pack_affine(AffineWeight(values, scale, low, affine), offsets)
         if bits is None:
             (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts)))
+            if inputs is not None:
+                assert self.sharding is not None
+                weight, offsets = weight[:, inputs].contiguous(), offsets if self.sharding.exchange.rank == 0 else None
+            elif len(weight) < sum(rows) and not self.ops.copies_weights:
+                weight = weight.clone()  # a view would hold what others have
             return self.ops.pack_linear(weight, offsets, self.dtype)
         if bits == 4:
             quantized = keep_int4(*kept(*self._integers(parts, rows, columns, unpair)))
@@ -210,6 +239,13 @@ class Assembler:
             (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._stored(parts)))
             quantized = quantize_pieces(weight)
         return self.ops.pack_quantized(quantized, offsets, self.dtype)
+
+    def _is_plain(self, parts: Sequence[str]) -> bool:
+        """Returns True if a joined matrix is held as plain numbers, without scales."""
+        return self._bits(parts) is None and self._kept_bits(parts) is None and not self._stays_float8(parts)
+
+    def _stays_float8(self, parts: Sequence[str]) -> bool:
+        return self._keeps_narrow() and all(map(self.checkpoint.stores_float8, self._weights(parts)))
 
     def _keeps_narrow(self) -> bool:
         """Returns True if weights stay as narrow as they are stored, in a model of any dtype."""
