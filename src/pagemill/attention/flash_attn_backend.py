@@ -21,13 +21,22 @@ from pagemill.attention.window_tables import window_tables
 _HALVES = (torch.float16, torch.bfloat16)
 _FORMATS = ("float16", "bfloat16")
 
-FA2_SUPPORT = Support(_HALVES, _FORMATS, (256,), range(8, 257, 8), same_format=True, least_capability=(8, 0))
+FA2_SUPPORT = Support(
+    _HALVES,
+    _FORMATS,
+    (256,),
+    range(8, 257, 8),
+    unequal_widths=False,
+    same_format=True,
+    least_capability=(8, 0),
+)
 """Its pages are multiples of 256 tokens."""
 FA3_SUPPORT = Support(
     _HALVES,
     _FORMATS,
     (8, 16, 32),
     range(8, 257, 8),
+    unequal_widths=False,
     same_format=True,
     least_capability=(9, 0),
     most_capability=(9, 0),
@@ -144,7 +153,7 @@ class FlashAttention:
         self._planned: tuple[AttentionBatch, dict[tuple[int, int | None], Rows]] | None = None
 
     def write(
-        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+        self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
         self._rest.write(key, value, cache, slots, remainder_slots)
 
@@ -188,6 +197,7 @@ class FlashAttention:
             and (support.dtypes is None or query.dtype in support.dtypes)
             and (support.block_sizes is None or block_size in support.block_sizes)
             and (support.head_dims is None or head_dim in support.head_dims)
+            and cache.value_dim == head_dim
             and (window is None or window > block_size)
         )
 
