@@ -5,7 +5,6 @@ At any time at most one joined matrix exists beside what has been packed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -13,25 +12,19 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from pagemill import _kernels
-from pagemill.errors import CorruptWeightsError, UnsupportedModelError
+from pagemill.errors import UnsupportedModelError
 from pagemill.models.decoder import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.models.latent_attention import HeadWeights, LatentWeights
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
 from pagemill.models.loading.keep import Keep, Nothing
-from pagemill.models.loading.matrices import Pairs, empty_matrix, joined_rows, kept_rows, unpaired
-from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
+from pagemill.models.loading.matrices import Pairs, kept_rows
+from pagemill.models.loading.pieces import quantize_pieces
+from pagemill.models.loading.tensor_reader import Progress, TensorReader
 from pagemill.models.names import WeightNames
 from pagemill.models.sharding import ShardedEmbedding, Sharding, SummingExchange, SummingLinear
 from pagemill.models.spec import DecoderSpec, LatentSpec
 from pagemill.ops.interface import Linear, Ops
-from pagemill.ops.quantized import GROUP, AffineWeight, Float8Weight, QuantizedWeight, keep_int4, quantize_int8
-
-_STAGING_BYTES = 16 << 20
-_STAGING_PART = 24
-"""Staging takes up to one part in so many of a large checkpoint."""
-
-Progress = Callable[[int, int], None]
+from pagemill.ops.quantized import AffineWeight, Float8Weight, keep_int4
 
 
 @dataclass
@@ -54,10 +47,10 @@ class Assembler:
     keep: Keep = field(default_factory=Nothing)
 
     def __post_init__(self) -> None:
-        self._staging: Tensor | None = None
-        self._used: set[str] = set()
-        self._done = 0
-        self._total = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if not self._ignored(name))
+        counted = [name for name in self.checkpoint.tensors if not self._ignored(name)]
+        self._reader = TensorReader(
+            self.checkpoint, self.device, counted, self.progress, stages=self.ops.copies_weights
+        )
 
     def assemble(self) -> DecoderWeights:
         """Returns the decoder's weights.
@@ -69,7 +62,7 @@ class Assembler:
         embedding: Tensor | ShardedEmbedding | None = None
         if not spec.tied_embeddings:
             embedding = self._embedding(names.embedding)
-        self._staging = None  # an embedding of its own stays where it is
+        self._reader.leave()  # an embedding of its own stays where it is
         # the largest matrix first: its copies are gone before the layers take memory
         lm_head = self._head(names.embedding if spec.tied_embeddings else names.lm_head)
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
@@ -87,7 +80,7 @@ class Assembler:
         vocab_size, sharding = self.spec.vocab_size, self.sharding
 
         def make() -> Tensor:
-            whole = self._matrix((name,), (vocab_size,), self.spec.hidden_size)
+            whole = self._reader.matrix((name,), (vocab_size,), self.spec.hidden_size, dtype=self.dtype)
             return whole if sharding is None else whole[sharding.part(vocab_size)].clone()
 
         part = self.keep.tensor(name, make)
@@ -185,7 +178,7 @@ class Assembler:
 
         @cache
         def whole() -> Tensor:
-            matrix = self._matrix((name,), (heads * sum(sizes),), latent.rank, dtype=self._held((name,)))
+            matrix = self._reader.matrix((name,), (heads * sum(sizes),), latent.rank, dtype=self._held((name,)))
             return matrix.view(heads, sum(sizes), latent.rank)
 
         def packed(kind: str, cut: Callable[[Tensor], Tensor]) -> HeadWeights:
@@ -225,23 +218,16 @@ class Assembler:
                 experts.append(self._mlp(gate_up, down, size))
         correction = shared = None
         if spec.moe.correction:
-            correction = self.keep.tensor(prefix + names.router_correction, partial(self._correction, prefix))
+            name = prefix + names.router_correction
+            correction = self.keep.tensor(name, partial(self._reader.vector, name, spec.moe.num_experts))
         if spec.moe.shared_size:
             gate_up = [prefix + part for part in names.shared_gate_up]
             shared = self._mlp(gate_up, prefix + names.shared_down, spec.moe.shared_size)
         return Experts(router, tuple(experts), correction, shared, join=join)
 
-    def _correction(self, prefix: str) -> Tensor:
-        name = prefix + self.names.router_correction
-        assert self.spec.moe is not None
-        self._expect(name, (self.spec.moe.num_experts,))
-        correction = torch.empty(self.spec.moe.num_experts, dtype=torch.float32, device=self.device)
-        self._read(name, correction)
-        return correction
-
     def _router(self, name: str, num_experts: int) -> Linear:
         def make() -> Linear:
-            weight = self._matrix((name,), (num_experts,), self.spec.hidden_size, dtype=torch.float32)
+            weight = self._reader.matrix((name,), (num_experts,), self.spec.hidden_size, dtype=torch.float32)
             return self.ops.pack_linear(weight)
 
         return self.keep.linear(name, make)
@@ -278,17 +264,18 @@ class Assembler:
 
         offsets = None
         if bias:
-            (offsets,) = kept(self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32))
+            (offsets,) = kept(self._reader.matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32))
         if self._stays_float8(parts):
-            *numbers, group = self._float8(parts, rows, columns, unpair)
+            *numbers, group = self._reader.float8(parts, rows, columns, unpair)
             values, scale = (part.to(self.device) for part in kept(*numbers))
             return self.ops.pack_float8(Float8Weight(values.view(torch.float8_e4m3fn), scale, group), offsets)
         bits, affine = self._bits(parts), self._kept_bits(parts)
         if affine is not None and (bits is None or self._keeps_narrow()):
-            values, scale, low = (part.to(self.device) for part in kept(*self._integers(parts, rows, columns, unpair)))
+            integers = self._reader.integers(parts, rows, columns, unpair)
+            values, scale, low = (part.to(self.device) for part in kept(*integers))
             return self.ops.pack_affine(AffineWeight(values, scale, low, affine), offsets)
         if bits is None:
-            (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts)))
+            (weight,) = kept(self._reader.matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts)))
             if inputs is not None:
                 assert self.sharding is not None
                 weight, offsets = weight[:, inputs].contiguous(), offsets if self.sharding.exchange.rank == 0 else None
@@ -296,9 +283,9 @@ class Assembler:
                 weight = weight.clone()  # a view would hold what others have
             return self.ops.pack_linear(weight, offsets, self.dtype)
         if bits == 4:
-            quantized = keep_int4(*kept(*self._integers(parts, rows, columns, unpair)))
+            quantized = keep_int4(*kept(*self._reader.integers(parts, rows, columns, unpair)))
         else:
-            (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._stored(parts)))
+            (weight,) = kept(self._reader.matrix(parts, rows, columns, unpair=unpair, dtype=self._stored(parts)))
             quantized = quantize_pieces(weight)
         return self.ops.pack_quantized(quantized, offsets, self.dtype)
 
@@ -346,150 +333,12 @@ class Assembler:
         """Returns the names of those parts' weights that are there; `_expect` refuses the others."""
         return [name for part in parts if (name := f"{part}.weight") in self.checkpoint.tensors]
 
-    def _integers(
-        self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: Sequence[Pairs | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the joined parts as the integers of the file: values, scale and low, as `read_affine` does.
-
-        If one part has a scale for each 16 columns, all have.
-        """
-        values, scales, lows = self._narrow(parts, rows, columns, unpair, self.checkpoint.read_affine)
-        most = max(scale.shape[1] for scale in scales)
-        scale, low = (
-            torch.cat([each.repeat_interleave(most // each.shape[1], dim=1) for each in part])
-            for part in (scales, lows)
-        )
-        return joined_rows(values), scale, low
-
-    def _float8(
-        self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: Sequence[Pairs | None]
-    ) -> tuple[Tensor, Tensor, int]:
-        """Returns the joined parts in fp8: values as uint8, scale and columns of a scale, as `read_float8` does."""
-        groups = set()
-
-        def read(name: str) -> tuple[Tensor, Tensor]:
-            weight = self.checkpoint.read_float8(name)
-            groups.add(weight.group)
-            return weight.values.view(torch.uint8), weight.scale
-
-        values, scales = self._narrow(parts, rows, columns, unpair, read)
-        (group,) = groups
-        return joined_rows(values), joined_rows(scales), group
-
-    def _narrow(
-        self,
-        parts: Sequence[str],
-        rows: tuple[int, ...],
-        columns: int,
-        unpair: Sequence[Pairs | None],
-        read: Callable[[str], tuple[Tensor, ...]],
-    ) -> list[tuple[Tensor, ...]]:
-        """Returns what `read` reads of each part, values first: all parts' values, all parts' scales, and so on."""
-        if len(parts) == 1:
-            rows = (sum(rows),)
-        joined: list[tuple[Tensor, ...]] = []
-        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
-            name = f"{part}.weight"
-            self._expect(name, (count, columns))
-            found = read(name)
-            self._check_finite(name, torch.cat(found[1:]))
-            self._count(name)
-            joined.append(tuple(_in_order(each, unpair, index) for each in found))
-        return [*zip(*joined, strict=True)]
-
-    def _matrix(
-        self,
-        parts: Sequence[str],
-        rows: tuple[int, ...],
-        columns: int,
-        *,
-        unpair: Sequence[Pairs | None] = (),
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Returns the parts joined by rows, [sum(rows), columns]; with columns = 0 their biases, [sum(rows)].
-
-        It must be packed before the next matrix is read.
-        unpair: of the leading parts, the rows in which rotary pairs lie side by side; they are put in halves.
-        """
-        if len(parts) == 1:
-            rows = (sum(rows),)
-        kind, tail = ("weight", (columns,)) if columns else ("bias", ())
-        for part, count in zip(parts, rows, strict=True):
-            self._expect(f"{part}.{kind}", (count, *tail))
-        shape, dtype = (sum(rows), *tail), dtype or self.dtype
-        joined = self._stage(shape, dtype) if columns else empty_matrix(shape, dtype, self.device)
-        begin = 0
-        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
-            out = joined[begin : begin + count]
-            self._read(f"{part}.{kind}", out)
-            if (ordered := _in_order(out, unpair, index)) is not out:
-                out.copy_(ordered)
-            begin += count
-        return joined
-
-    def _stage(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns memory for a matrix until it is packed.
-
-        The last matrix's memory serves again where it may, because fresh pages cost more time than writing into them.
-        Large matrices get memory of their own, which goes back to the system.
-        """
-        nbytes = math.prod(shape) * dtype.itemsize
-        most = max(_STAGING_BYTES, self._total // _STAGING_PART)
-        if nbytes > most or not self.ops.copies_weights:
-            return empty_matrix(shape, dtype, self.device)
-        if self._staging is None:
-            self._staging = empty_matrix((most,), torch.uint8, self.device)
-        return self._staging[:nbytes].view(dtype).view(shape)
-
     def _norm(self, name: str, size: int) -> Tensor:
         def make() -> Tensor:
-            self._expect(f"{name}.weight", (size,))
-            weight = torch.empty(size, dtype=torch.float32, device=self.device)
-            self._read(f"{name}.weight", weight)
+            weight = self._reader.vector(f"{name}.weight", size)
             return weight + self.names.norm_offset if self.names.norm_offset else weight
 
         return self.keep.tensor(name, make)
-
-    def _expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks a tensor before memory is taken for it."""
-        info = self.checkpoint.tensors.get(name)
-        path = self.checkpoint.path
-        if info is None:
-            raise CorruptWeightsError(
-                f"{path} has no tensor {name!r}, which its configuration asks for; download it again"
-            )
-        if info.shape != shape:
-            raise CorruptWeightsError(
-                f"tensor {name!r} in {path} has shape {list(info.shape)}, but the configuration asks for "
-                f"{list(shape)}; weights and configuration belong to different models"
-            )
-
-    def _read(self, name: str, out: Tensor) -> None:
-        self.checkpoint.read_into(name, out)
-        self._check_finite(name, out)
-        self._count(name)
-
-    def _check_finite(self, name: str, out: Tensor) -> None:
-        flat = out.view(-1)
-        ends: list[Tensor] = []
-
-        def look(begin: int, end: int) -> None:
-            ends.extend(torch.aminmax(flat[begin:end]))  # NaN goes through; cheaper than a mask of all elements
-
-        each_piece(len(flat), PIECE_BYTES // out.itemsize, look)
-        low, high = torch.aminmax(torch.stack(ends))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            dtype = str(out.dtype).removeprefix("torch.")
-            raise CorruptWeightsError(
-                f"tensor {name!r} in {self.checkpoint.path} is not finite in {dtype} (from {low:g} to {high:g}); "
-                f"download it again, or load it with dtype='float32' if it is sound"
-            )
-
-    def _count(self, name: str) -> None:
-        self._used.add(name)
-        self._done += self.checkpoint.tensors[name].nbytes
-        if self.progress is not None:
-            self.progress(self._done, self._total)
 
     def _ignored(self, name: str) -> bool:
         spec, names = self.spec, self.names
@@ -499,7 +348,8 @@ class Assembler:
         return tied_head or drafts or name.endswith(names.ignored)
 
     def _refuse_unused(self) -> None:
-        unused = sorted(name for name in self.checkpoint.tensors if name not in self._used and not self._ignored(name))
+        left = self.checkpoint.tensors.keys() - self._reader.used
+        unused = sorted(name for name in left if not self._ignored(name))
         unused = [name for name in unused if not self.checkpoint.adds_nothing(name)]
         if unused:
             raise UnsupportedModelError(
@@ -508,29 +358,6 @@ class Assembler:
             )
 
 
-def quantize_pieces(weight: Tensor) -> QuantizedWeight:
-    """Returns a finite matrix in 8 bits, as `quantize_int8` does, without holding it in float32 as a whole."""
-    rows, columns = weight.shape
-    values = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16, device=weight.device)
-    if weight.device.type == "cpu":
-        _kernels.quantize_int8(weight.contiguous(), values, scales)
-        return QuantizedWeight(values, scales)
-
-    def fill(begin: int, end: int) -> None:
-        piece = quantize_int8(weight[begin:end].float())
-        values[begin:end], scales[begin:end] = piece.values, piece.scales
-
-    each_piece(rows, max(1, PIECE_BYTES // 4 // columns), fill)
-    return QuantizedWeight(values, scales)
-
-
 def _bits_for(stored: set[int | None]) -> int | None:
     """Returns the bits, 4 or 8, that hold parts of so many stored bits; None unless all are stored in integers."""
     return None if None in stored or not stored else 4 if stored == {4} else 8
-
-
-def _in_order(rows: Tensor, unpair: Sequence[Pairs | None], part: int) -> Tensor:
-    """Returns a part's rows with rotary pairs in halves."""
-    pairs = unpair[part] if part < len(unpair) else None
-    return rows if pairs is None else unpaired(rows, pairs)
