@@ -17,13 +17,22 @@ from pagemill.attention.library_backend import HALF_FORMATS, HALVES, AttentionLi
 from pagemill.attention.support import Support
 from pagemill.attention.window_tables import window_tables
 
-FA2_SUPPORT = Support(HALVES, HALF_FORMATS, (256,), range(8, 257, 8), same_format=True, least_capability=(8, 0))
+FA2_SUPPORT = Support(
+    HALVES,
+    HALF_FORMATS,
+    (256,),
+    range(8, 257, 8),
+    unequal_widths=False,
+    same_format=True,
+    least_capability=(8, 0),
+)
 """Its pages are multiples of 256 tokens."""
 FA3_SUPPORT = Support(
     HALVES,
     HALF_FORMATS,
     (8, 16, 32),
     range(8, 257, 8),
+    unequal_widths=False,
     same_format=True,
     least_capability=(9, 0),
     most_capability=(9, 0),

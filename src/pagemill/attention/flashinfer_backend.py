@@ -16,7 +16,9 @@ from pagemill.attention.library_backend import HALF_FORMATS, HALVES, AttentionLi
 from pagemill.attention.support import Support
 from pagemill.attention.window_tables import window_tables
 
-FLASHINFER_SUPPORT = Support(HALVES, HALF_FORMATS, head_dims=(64, 128, 256), same_format=True, least_capability=(8, 0))
+FLASHINFER_SUPPORT = Support(
+    HALVES, HALF_FORMATS, head_dims=(64, 128, 256), unequal_widths=False, same_format=True, least_capability=(8, 0)
+)
 WORKSPACE_BYTES = 128 << 20
 """What the library advises. Wrappers share it: they run one after the other."""
 LN_2 = 0.6931471805599453

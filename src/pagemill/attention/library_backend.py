@@ -64,7 +64,7 @@ class LibraryAttention(Generic[Plan]):
         self._planned: tuple[AttentionBatch, dict[tuple[int, Options], Plan | None]] | None = None
 
     def write(
-        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+        self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
         self._rest.write(key, value, cache, slots, remainder_slots)
 
@@ -117,6 +117,7 @@ class LibraryAttention(Generic[Plan]):
         needs = AttentionNeeds(
             query.dtype, str(cache.key.dtype).removeprefix("torch."), block_size, query.shape[1], kv_heads, head_dim,
             (options.window,), options.soft_cap, support.least_capability,
+            cache.value_dim if cache.values_in_keys else None,
         )  # fmt: skip
         return support.refusal(needs) is None
 

@@ -85,7 +85,8 @@ def time_attention(backend: AttentionBackend, needs: AttentionNeeds, device: tor
     frames = DECODE_ROWS * entries
     shape = (frames, kv_heads, block_size, needs.head_dim)
     dtype = getattr(torch, needs.kv_format)
-    key, value = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    key = torch.zeros(shape, dtype=dtype, device=device)
+    value = torch.zeros_like(key) if needs.value_dim is None else key[..., : needs.value_dim]
     cache = LayerCache(key, value)
     tables = torch.randperm(frames, device=device, dtype=torch.int32).view(DECODE_ROWS, entries)
     total = 0.0

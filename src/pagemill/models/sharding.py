@@ -73,7 +73,13 @@ def kv_heads_of(spec: DecoderSpec, ranks: int) -> list[slice]:
 
 def check_heads(spec: DecoderSpec, ranks: int) -> None:
     """Raises ConfigError unless so many ranks can share a model's heads: equal numbers of query heads, and either equal
-    numbers of KV heads, or one each, the same for several ranks."""
+    numbers of KV heads, or one each, the same for several ranks. Latent attention is not shared."""
+    if spec.latent is not None:
+        raise ConfigError(
+            f"tensor_parallel_size is {ranks}, but models with latent attention ({spec.family}) run on one rank only "
+            f"so far; leave tensor_parallel_size out, or use replicas",
+            param="tensor_parallel_size",
+        )
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
         return
