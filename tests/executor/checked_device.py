@@ -132,8 +132,10 @@ class CheckedGraph:
         self.tape: list[tuple[Callable[..., Any], Any, list[Any], list[bool]]] = []
         self.made: set[int] = set()
         """Storages that were made inside."""
+        self.replays = 0
 
     def replay(self) -> None:
+        self.replays += 1
         for func, inputs, outputs, fresh in self.tape:
             args, kwargs = tree_map(_inside, inputs)
             found = tree_flatten(self._device.operate(func, args, kwargs))[0]
@@ -169,6 +171,8 @@ class CheckedDevice(TorchDispatchMode):
         self.graphs: list[CheckedGraph] = []
         self.collectives: Counter[str] = Counter()
         """Those that have been done, by name."""
+        self._done: dict[str, Any] = {}
+        """By operation, what stands for a collective that is done."""
         self._current = self.compute
         self._streams = {"compute": self.compute}
         self._memory: dict[int, Memory] = {}
@@ -311,10 +315,7 @@ class CheckedDevice(TorchDispatchMode):
         written = _written(func, args, kwargs)
         if self._graph is not None:
             self._save(written)
-        result = func(*args, **kwargs)
-        if func.namespace == "c10d":
-            Work.unbox(result[1]).wait()  # it is work of the stream in use
-            self.collectives[name] += 1
+        result = self._collective(func, args, kwargs) if func.namespace == "c10d" else func(*args, **kwargs)
         keys = {_key(each) for each in inputs}
         fresh = [each for each in _tensors(result) if _key(each) not in keys]
         if not fresh and not written and _tensors(result):
@@ -325,6 +326,17 @@ class CheckedDevice(TorchDispatchMode):
             use = self._begin(reads=known, writes=written)
             for each in fresh:
                 self._note(each, use)
+        return result
+
+    def _collective(self, func, args, kwargs):
+        """Does what other devices take part in, as work of the stream in use; not while it is captured."""
+        name = func.__name__
+        if self._graph is not None:
+            return args[0], self._done[name]
+        result = func(*args, **kwargs)
+        Work.unbox(result[1]).wait()
+        self._done[name] = result[1]
+        self.collectives[name.split(".")[0]] += 1
         return result
 
     def _begin(self, reads: list[Tensor], writes: list[Tensor]) -> tuple[str, int]:

@@ -16,6 +16,10 @@ from pagemill.executor.rank_messages import Start
 STATIC = torch_backend(torch.device("cpu"))._replace(attention=StaticAttention())
 
 
+CANNOT_CAPTURE = "PAGEMILL_TESTS_RANK_CANNOT_CAPTURE"
+"""A variable of the environment that keeps ranks from capturing graphs."""
+
+
 def short_ladders() -> None:
     """Lets steps be captured soon, and in several lengths."""
     graphs.LEAST_CONTEXT, graphs.WORTH_IT = 32, 1
@@ -25,6 +29,7 @@ def run(descriptor: int) -> NoReturn:
     torch.set_num_threads(1)
     short_ladders()
     device = CheckedDevice(seed=1)
+    device.captures = CANNOT_CAPTURE not in os.environ
 
     def place_of(start: Start) -> rank.Place:
         return rank.Place(start.config, STATIC, device)
