@@ -164,6 +164,8 @@ class CheckedDevice(TorchDispatchMode):
         self.host = Clock()
         self.compute = CheckedStream(self, "compute")
         self.waits = 0
+        self.told = 0
+        """How often the host has learnt how far streams are."""
         self.captures = True
         """Whether graphs can be captured."""
         self.broken = False
@@ -270,6 +272,7 @@ class CheckedDevice(TorchDispatchMode):
         if self.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self._check_copies()
+        self.told += not all(self.host.knows(use) for use in clock.items())
         self.host.join(clock)
         done = [copy for copy in self._copies if self.host.knows(copy.use)]
         self._copies = [copy for copy in self._copies if not self.host.knows(copy.use)]

@@ -18,13 +18,13 @@ from pagemill.executor.graphs import Shape
 from pagemill.executor.rows import Rows
 from pagemill.executor.staging import Place, lay, places_of
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS
+from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS, STAGED
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
-from pagemill.kvcache.transfers import BATCH_BYTES
+from pagemill.kvcache.transfers import BATCH_BYTES, PIECE_BYTES
 from pagemill.sampling.kernels import Choices
 
-TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES
-"""Memory through which frames are copied, and blocks leave the device."""
+TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES + STAGED * PIECE_BYTES
+"""Memory through which frames are copied, and blocks leave the device and come to it."""
 
 RunOver = Callable[[DeviceRows, DevicePool, Tensor, Sequence[Place], Shape, HostLengths], Tensor]
 """Runs a step of these rows, whose lengths are the last argument, over a pool; the rest is what `RunStep` takes."""
