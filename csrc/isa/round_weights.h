@@ -16,9 +16,8 @@ template <class T> void round_row(const T* x, int64_t k, int8_t* values, uint16_
         const uint32_t scale = (bits_of(maximum(most) * (1.0f / 127)) + 0xffff) >> 16;
         const float wide = float_of(scale << 16);
         const F inverse = broadcast(wide > 0 ? 1 / wide : 0);
-        for_vectors(length, [&](int64_t i, auto part) {
-            part.store(values + first + i, part.load(x + first + i) * inverse);
-        });
+        for_vectors(length,
+                    [&](int64_t i, auto part) { part.store(values + first + i, part.load(x + first + i) * inverse); });
         scales[first / kGroupK] = uint16_t(scale);
     }
 }

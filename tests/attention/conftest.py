@@ -18,6 +18,7 @@ from pagemill.attention.torch_backend import TorchAttention
 
 INTERPRETED = {
     "test_mixed_rows": ["-float32"],
+    "test_the_output_is_the_same_where_the_lse_is_not_asked_for": ["-dtype1-query_dtype1-options1"],
     "test_head_sizes": ["-float32-80", "-int8-96", "-float32-256"],
     "test_heads_that_share_keys": ["-float32-7-1", "-int8-9-3", "-float32-64-1"],
     "test_block_sizes_and_layouts": ["-float32-8-layer_major", "-int8-256-block_major"],
