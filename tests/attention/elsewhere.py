@@ -19,11 +19,12 @@ class Elsewhere:
         self.device = device
 
     def write(
-        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+        self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
         there = self.cache(cache)
         rest = None if remainder_slots is None else self.send(remainder_slots)
-        self.backend.write(self.send(key), self.send(value), there, self.send(slots), rest)
+        sent = None if value is None else self.send(value)
+        self.backend.write(self.send(key), sent, there, self.send(slots), rest)
         for here, written in zip(cache, there, strict=True):
             if here is not None:
                 here.copy_(written.reshape(here.shape))
@@ -54,6 +55,9 @@ class Elsewhere:
                 value.to(self.device),
                 *(None if scale is None else self.send(scale) for scale in cache[2:]),
             )
+        if cache.values_in_keys:
+            key = self.send(cache.key)
+            return LayerCache(key, key[..., : cache.value_dim])
         return LayerCache(*(None if tensor is None else self.send(tensor) for tensor in cache))
 
     def send(self, tensor: Tensor) -> Tensor:

@@ -42,18 +42,18 @@ class PagedCase:
     seed: int = 0
     device: str = "cpu"
     layout: LayoutMaker = layer_major
+    value_dim: int | None = None
+    """Values are so many first numbers of keys; None: they lie beside them, as wide."""
 
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
         held = [-(-context // self.block_size) for context, _ in self.rows]
         self.precise = kv_format(str(self.dtype)).precise
         total = (2 if self.precise else 1) * sum(held) + 3
-        self.pool = DevicePool(
-            total,
-            frame_shape([None, None], self.kv_heads, self.head_dim, self.block_size, str(self.dtype)),
-            self.device,
-            self.layout,
-        )
+        frame = frame_shape([None, None], self.kv_heads, self.head_dim, self.block_size, str(self.dtype))
+        if self.value_dim is not None:
+            frame = replace(frame, value_dim=self.value_dim, values_in_keys=True)
+        self.pool = DevicePool(total, frame, self.device, self.layout)
         poison(self.pool)
         frames = torch.randperm(total, generator=random).int()
         self.tables = torch.full((len(self.rows), max([*held, 0]) + 1), -1, dtype=torch.int32)
@@ -75,6 +75,8 @@ class PagedCase:
         drawn = torch.float32 if self.narrow else self.dtype
         self.keys = [(2 * draw(context, *shape)).to(drawn) for context, _ in self.rows]
         self.values = [draw(context, *shape).to(drawn) for context, _ in self.rows]
+        if self.value_dim is not None:
+            self.values = [key[..., : self.value_dim] for key in self.keys]
         self.queries = [draw(length, self.heads, self.head_dim).to(self.query_dtype) for _, length in self.rows]
 
     def lse_tolerance(self, backend: AttentionBackend) -> float:
@@ -106,7 +108,8 @@ class PagedCase:
         for row, (context, _) in enumerate(self.rows):
             slots = self.slots(row, 0, context).to(self.device)
             rest = self.slots(row, 0, context, of_remainders=True) if self.precise else None
-            backend.write(self.keys[row].to(self.device), self.values[row].to(self.device), self.cache, slots, rest)
+            value = None if self.value_dim is not None else self.values[row].to(self.device)
+            backend.write(self.keys[row].to(self.device), value, self.cache, slots, rest)
 
     @property
     def narrow(self) -> bool:

@@ -20,11 +20,11 @@ def reference_attention(
     precise: int = 0,
     remainders: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: query [tokens, heads, head_dim] at `positions` [tokens]; key, value [keys, kv_heads, head_dim],
-    where index i is position i. Masks as in `AttentionBackend.attend`. remainders: of key and value, which a query adds
-    to those of its `precise` latest positions.
+    """One sequence: query [tokens, heads, head_dim] at `positions` [tokens]; key [keys, kv_heads, head_dim], value
+    [keys, kv_heads, value_dim], where index i is position i. Masks as in `AttentionBackend.attend`. remainders: of key
+    and value, which a query adds to those of its `precise` latest positions.
 
-    Returns fp64 output [tokens, heads, head_dim] and log-sum-exp [tokens, heads].
+    Returns fp64 output [tokens, heads, value_dim] and log-sum-exp [tokens, heads].
     """
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
     index, position = torch.arange(len(key)), positions.unsqueeze(1)
@@ -34,7 +34,7 @@ def reference_attention(
     if key_end is not None:
         seen &= index < key_end
     latest = index > position - precise
-    output = torch.zeros(query.shape, dtype=torch.float64)
+    output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float64)
     for head in range(heads):
         k, v = key[:, head // group].double(), value[:, head // group].double()

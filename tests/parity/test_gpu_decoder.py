@@ -62,7 +62,9 @@ def test_logits(case: Case, tmp_path) -> None:
     compare(case, tmp_path, TorchAttention(), "float32", 1e-4)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name == "gemma3"], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("gemma3", "deepseek-v2")], ids=lambda case: case.name
+)
 def test_logits_with_attention_in_triton(case: Case, tmp_path) -> None:
     compare(case, tmp_path, TritonAttention(CAPABILITY), "float32", 1e-4)
 
@@ -92,7 +94,7 @@ def test_experts_in_integers_run_one_by_one_and_say_that_they_wait(tmp_path) -> 
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "deepseek-v3"])
 def test_a_graph_holds_a_step_that_waits_for_nothing(name: str, tmp_path) -> None:
     case = next(case for case in CASES if case.name == name)
     case.save(tmp_path)

@@ -19,7 +19,7 @@ from pagemill.ops.triton_driver import triton_refusal
 
 logger = logging.getLogger(__name__)
 
-TRITON_SUPPORT = Support(unequal_widths=False, least_capability=(7, 5))
+TRITON_SUPPORT = Support(least_capability=(7, 5))
 TORCH_SUPPORT = Support()
 
 

@@ -6,6 +6,7 @@ its maxima, which lie on the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagemill.attention import triton_latent
 from pagemill.attention.checks import check_attend, check_write
 from pagemill.attention.interface import AttentionBatch, LayerCache
 from pagemill.attention.quantize import rotated_together
 from pagemill.attention.triton_kernels import attend, merge_chunks
+from pagemill.attention.triton_latent import LatentTile, latent_tiles, padded
+from pagemill.attention.triton_latent_kernels import attend_latents
 from pagemill.attention.triton_write import rotate_queries, write_tokens
 
 KERNEL_VERSION = 2
@@ -111,16 +115,15 @@ class TritonAttention:
     ) -> None:
         kv_heads, block_size, head_dim = _block_shape(cache)
         check_write(key, value, cache, slots, remainder_slots)
-        if value is None:
-            raise ValueError("values that lie in keys are not written by these kernels")
         tokens = slots.shape[0]
         if not tokens:
             return
         with torch.cuda.device_of(slots):  # type: ignore[no-untyped-call]  # kernels start on the current device
             write_tokens[(triton.cdiv(tokens * kv_heads, VECTORS),)](
-                key, value, slots, remainder_slots, _elements(cache.key), _elements(cache.value),
+                key, value, slots, remainder_slots,
+                _elements(cache.key), None if value is None else _elements(cache.value),
                 cache.key_scale, cache.value_scale, tokens,
-                key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+                key.stride(0), key.stride(1), *((0, 0) if value is None else (value.stride(0), value.stride(1))),
                 *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
                 KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim, cache), BLOCK_SIZE=block_size,
                 VECTORS=VECTORS, STAGES=_stages(head_dim), KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
@@ -148,31 +151,30 @@ class TritonAttention:
             raise ValueError(f"scale is {scale}; it must be positive")
         of_group, rows, size = batch.groups[group], batch.context_lens.shape[0], heads // kv_heads
         tables, rest = of_group.tables, None if of_group.remainders is None else of_group.remainders.tables
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = torch.empty(tokens, heads, cache.value_dim, dtype=query.dtype, device=query.device)
         lse = torch.empty(tokens, heads, device=query.device) if return_lse else None
         if not tokens:
             return output, lse
         dot = query.dtype if cache.key.dtype == query.dtype or cache.key.dtype.itemsize == 1 else torch.float32
         matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
+        if cache.values_in_keys:
+            if window is not None or soft_cap is not None:
+                raise ValueError("values that lie in keys are attended without a window and without a soft cap")
+            self._attend_latents(query, output, lse, cache, batch, group, dot, scale, key_start, key_end)
+            return output, lse
         packed, rests = torch.uint8 in (cache.key.dtype, cache.value.dtype), rest is not None
         at_least = triton.next_power_of_2(size)
         short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
-        few = min(short, batch.max_query_len)
-        chunks = most_chunks(batch.max_context_len, window)
-        at_once, chunk_output, chunk_lse = rows, None, None
-        if chunks > 1:
-            at_once = rows_at_once(rows, few * heads * chunks * (head_dim + 1) * 4)
-            chunk_output = torch.empty(at_once * few, heads, chunks, head_dim, device=query.device)
-            chunk_lse = torch.empty(at_once * few, heads, chunks, device=query.device)
-
+        few, chunks = min(short, batch.max_query_len), most_chunks(batch.max_context_len, window)
         dims, together = _padded(head_dim, cache), 1
         if cache.key.dtype == torch.uint8:
             together = rotated_together(head_dim)
             query, scale = self._rotated(query, dims), scale * together
 
-        def launch(grid: tuple[int, ...], tile: Tile, first: int = 0, *, in_chunks: bool) -> None:
+        def launch(grid: tuple[int, ...], tile: Tile, first: int = 0, *parts: Tensor | None, in_chunks: bool) -> None:
+            chunk_output, chunk_lse = parts or (None, None)
             attend[grid](
-                query, output, lse, chunk_output if in_chunks else None, chunk_lse if in_chunks else None,
+                query, output, lse, chunk_output, chunk_lse,
                 _elements(cache.key), _elements(cache.value), cache.key_scale, cache.value_scale,
                 _from(first, tables), _from(first, rest), _from(first, batch.query_start),
                 _from(first, batch.context_lens), batch.positions, _from(first, key_start), _from(first, key_end),
@@ -193,15 +195,62 @@ class TritonAttention:
                 launch((tokens // (max(tile.queries, at_least) // size) + rows, kv_heads), tile, in_chunks=False)
             if rows > 1 or batch.max_query_len <= short:
                 tile = short_tile(head_dim, matrix_units, widened, rests)
-                for first in range(0, rows, at_once):
-                    count = min(at_once, rows - first)
-                    launch((count, kv_heads, chunks), tile, first, in_chunks=True)
-                    if chunks > 1:
-                        merge_chunks[(count * few, heads)](
-                            chunk_output, chunk_lse, output, lse, _from(first, batch.query_start), few, chunks,
-                            SHORT=short, HEAD_DIM=head_dim, DIMS=dims, BLOCK_CHUNKS=BLOCK_CHUNKS,
-                        )  # fmt: skip
+
+                def some(first: int, count: int, *parts: Tensor | None) -> None:
+                    launch((count, kv_heads, chunks), tile, first, *parts, in_chunks=True)
+
+                _in_chunks(some, output, lse, batch, few, short, chunks, dims)
         return output, lse
+
+    def _attend_latents(
+        self,
+        query: Tensor,
+        output: Tensor,
+        lse: Tensor | None,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        group: int,
+        dot: torch.dtype,
+        scale: float,
+        key_start: Tensor | None,
+        key_end: Tensor | None,
+    ) -> None:
+        """Attends to keys that are values too. What is queried has one KV head."""
+        (_, block_size, head_dim), rank = cache.block_shape, cache.value_dim
+        tokens, heads, _ = query.shape
+        units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
+        tile, long = latent_tiles(heads, rank, self._major, matrix_units=units, widened=widened)
+        rows, tables, short = batch.context_lens.shape[0], batch.groups[group].tables, tile.short(heads)
+        few, chunks = min(short, batch.max_query_len), triton_latent.most_latent_chunks(batch.max_context_len)
+        key, programs = _elements(cache.key), tile.programs(heads, rank)
+
+        def launch(
+            grid: tuple[int, ...], tile: LatentTile, first: int = 0, *parts: Tensor | None, in_chunks: bool
+        ) -> None:
+            chunk_output, chunk_lse = parts or (None, None)
+            attend_latents[grid](
+                query, output, lse, chunk_output, chunk_lse, key,
+                _from(first, tables), _from(first, batch.query_start), _from(first, batch.context_lens),
+                batch.positions, _from(first, key_start), _from(first, key_end),
+                rows, few, chunks, scale, query.stride(0), query.stride(1), key.stride(0), key.stride(2),
+                key.stride(3), tables.stride(0),
+                HEADS=heads, GROUP=tile.heads(heads), RANK=rank, RANK_DIMS=padded(rank),
+                ROPE=head_dim - rank, ROPE_DIMS=padded(head_dim - rank), BLOCK_SIZE=block_size,
+                BLOCK_M=tile.queries, BLOCK_N=tile.keys, PIECE=tile.piece, VALUES=tile.values,
+                SHORT=short, IN_CHUNKS=in_chunks, CHUNK=triton_latent.CHUNK,
+                LONGEST_CHUNK=triton_latent.LONGEST_CHUNK, CHUNKS=triton_latent.CHUNKS,
+                DOT=_TRITON[dot], KEY_AS=_AS[cache.key.dtype], NATIVE=self._native_e4m3,
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+
+        def some(first: int, count: int, *parts: Tensor | None) -> None:
+            launch((count, programs, chunks), tile, first, *parts, in_chunks=True)
+
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # kernels start on the current device
+            if batch.max_query_len > short:
+                launch((tokens // tile.tokens(heads) + rows, programs), long, in_chunks=False)
+            if rows > 1 or batch.max_query_len <= short:
+                _in_chunks(some, output, lse, batch, few, short, chunks, padded(rank))
 
     def _rotated(self, query: Tensor, dims: int) -> Tensor:
         """Returns queries rotated as 4-bit keys are: in fp16 if they have 16 bits. bf16 would round off more than there
@@ -215,6 +264,36 @@ class TritonAttention:
                 HEADS=heads, HEAD_DIM=head_dim, DIMS=dims, VECTORS=VECTORS, STAGES=_stages(head_dim),
             )  # fmt: skip
         return output
+
+
+def _in_chunks(
+    launch: Callable[..., None],
+    output: Tensor,
+    lse: Tensor | None,
+    batch: AttentionBatch,
+    few: int,
+    short: int,
+    chunks: int,
+    dims: int,
+) -> None:
+    """Attends rows of at most `short` tokens in up to `chunks` chunks, and merges these.
+
+    launch: called with the first row, how many rows, and where chunks' results go; nowhere if none has two.
+    """
+    rows, (_, heads, value_dim) = batch.context_lens.shape[0], output.shape
+    if chunks == 1:
+        launch(0, rows)
+        return
+    at_once = rows_at_once(rows, few * heads * chunks * (value_dim + 1) * 4)
+    chunk_output = torch.empty(at_once * few, heads, chunks, value_dim, device=output.device)
+    chunk_lse = torch.empty(at_once * few, heads, chunks, device=output.device)
+    for first in range(0, rows, at_once):
+        count = min(at_once, rows - first)
+        launch(first, count, chunk_output, chunk_lse)
+        merge_chunks[(count * few, heads)](
+            chunk_output, chunk_lse, output, lse, _from(first, batch.query_start), few, chunks,
+            SHORT=short, HEAD_DIM=value_dim, DIMS=dims, BLOCK_CHUNKS=BLOCK_CHUNKS,
+        )  # fmt: skip
 
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -71,7 +71,7 @@ def attend(
         begin_token = 0
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last of a row see the most keys: they come first
-        row = _row_of(tile, query_start, rows, TILE_TOKENS)
+        row = row_of(tile, query_start, rows, TILE_TOKENS)
         start = tl.load(query_start + row)
         length = tl.load(query_start + row + 1) - start
         begin_token = (tile - start // TILE_TOKENS - row) * TILE_TOKENS
@@ -284,7 +284,7 @@ def merge_chunks(
 
 
 @triton.jit
-def _row_of(tile, query_start, rows, TILE_TOKENS: tl.constexpr):
+def row_of(tile, query_start, rows, TILE_TOKENS: tl.constexpr):
     """Returns the row of a tile: row r's tiles begin at query_start[r] // TILE_TOKENS + r."""
     begun = 0
     for at in tl.range(0, rows, 128):

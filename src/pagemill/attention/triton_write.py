@@ -33,9 +33,9 @@ def write_tokens(
 ):  # fmt: skip
     """Writes keys and values [tokens, KV_HEADS, HEAD_DIM] to their slots, VECTORS at a time; slot -1 is skipped.
 
-    grid [tokens * KV_HEADS / VECTORS]. key_scale and value_scale: None unless elements are integers. rest_slots: where
-    remainders go; may be None. STAGES: 4-bit keys are rotated 2**STAGES dimensions at a time. KEY_AS, VALUE_AS: see
-    `triton_tiles.py`.
+    grid [tokens * KV_HEADS / VECTORS]. value and value_cache: None where values lie in keys. key_scale and value_scale:
+    None unless elements are integers. rest_slots: where remainders go; may be None. STAGES: 4-bit keys are rotated
+    2**STAGES dimensions at a time. KEY_AS, VALUE_AS: see `triton_tiles.py`.
     """
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     token, head = vector // KV_HEADS, vector % KV_HEADS
@@ -43,10 +43,12 @@ def write_tokens(
     dims = tl.arange(0, DIMS)
     there = (slot >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
     new_key = tl.load(key + (token * key_token + head * key_head)[:, None] + dims[None, :], there, other=0)
-    new_value = tl.load(value + (token * value_token + head * value_head)[:, None] + dims[None, :], there, other=0)
-    new_key, new_value = new_key.to(tl.float32), new_value.to(tl.float32)
+    new_key = new_key.to(tl.float32)
     key_cache += head * key_cache_head
-    value_cache += head * value_cache_head
+    if value is not None:
+        new_value = tl.load(value + (token * value_token + head * value_head)[:, None] + dims[None, :], there, other=0)
+        new_value = new_value.to(tl.float32)
+        value_cache += head * value_cache_head
     if key_scale is not None:
         key_scale += head * key_scale_head
         value_scale += head * value_scale_head
@@ -61,16 +63,17 @@ def write_tokens(
             new_key, slot, key_cache, key_cache_frame, key_cache_token, key_cache_dim, key_scale, key_scale_frame,
             HEAD_DIM, DIMS, BLOCK_SIZE, KEY_AS,
         )  # fmt: skip
-    if VALUE_AS == "int4":
-        left_value = _store_int4(
-            new_value, slot, value_cache, value_cache_frame, value_cache_token, value_cache_dim,
-            value_scale, value_scale_frame, HEAD_DIM, DIMS, BLOCK_SIZE, VECTORS, DIMS,
-        )  # fmt: skip
-    else:
-        _store_bytes(
-            new_value, slot, value_cache, value_cache_frame, value_cache_token, value_cache_dim,
-            value_scale, value_scale_frame, HEAD_DIM, DIMS, BLOCK_SIZE, VALUE_AS,
-        )  # fmt: skip
+    if value is not None:
+        if VALUE_AS == "int4":
+            left_value = _store_int4(
+                new_value, slot, value_cache, value_cache_frame, value_cache_token, value_cache_dim,
+                value_scale, value_scale_frame, HEAD_DIM, DIMS, BLOCK_SIZE, VECTORS, DIMS,
+            )  # fmt: skip
+        else:
+            _store_bytes(
+                new_value, slot, value_cache, value_cache_frame, value_cache_token, value_cache_dim,
+                value_scale, value_scale_frame, HEAD_DIM, DIMS, BLOCK_SIZE, VALUE_AS,
+            )  # fmt: skip
     if rest_slots is not None:
         slot = tl.load(rest_slots + token, slot >= 0, other=-1)
         _store_int4(

@@ -1,0 +1,69 @@
+"""Tiles of attention to latents on NVIDIA GPUs; `TritonAttention` starts its kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+CHUNK, LONGEST_CHUNK, CHUNKS = 512, 8192, 32
+"""As in `triton_backend.py`. Chunks are longer here: their results are of all heads, over few bytes of keys."""
+SHORT_TOKENS = 4
+"""Rows of at most so many tokens are attended in chunks, if a tile holds them with all heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTile:
+    """Says how the kernel is cut: queries (of all heads) and keys at a time, dimensions of scores and of values,
+    warps, and stages of loads under way."""
+
+    queries: int
+    keys: int
+    piece: int
+    values: int
+    warps: int
+    stages: int
+
+    def heads(self, heads: int) -> int:
+        """Returns how many heads of a token a tile has."""
+        return min(heads, self.queries)
+
+    def tokens(self, heads: int) -> int:
+        """Returns how many tokens of a row a tile has."""
+        return self.queries // self.heads(heads)
+
+    def programs(self, heads: int, rank: int) -> int:
+        """Returns how many programs share the heads and the values of a tile of tokens."""
+        return -(-heads // self.heads(heads)) * (padded(rank) // self.values)
+
+    def short(self, heads: int) -> int:
+        """Returns how many tokens a row has at most that is attended in chunks."""
+        return max(1, min(SHORT_TOKENS, self.tokens(heads)))
+
+
+def padded(dims: int) -> int:
+    """Returns a power of 2 that matrix products take."""
+    return max(16, int(triton.next_power_of_2(dims)))
+
+
+def most_latent_chunks(max_context: int) -> int:
+    """Returns how many chunks a row may have at most, as the kernel cuts contexts of up to `max_context` keys."""
+    return min(-(-max_context // CHUNK), max(CHUNKS, -(-max_context // LONGEST_CHUNK)))
+
+
+def latent_tiles(
+    heads: int, rank: int, major: int, *, matrix_units: bool, widened: bool
+) -> tuple[LatentTile, LatentTile]:
+    """Returns the tiles of rows in chunks and of longer ones, for a model and a GPU. Both have as many queries.
+
+    major: of the GPU's compute capability. matrix_units: it has them for the products' dtype, and Triton takes them.
+    widened: the cache is narrower than the products.
+    """
+    dims = padded(rank)
+    if not matrix_units:
+        return (LatentTile(16, 16, min(32, dims), min(64, dims), 8, 1),) * 2
+    if heads <= 16:
+        return (LatentTile(16, 32, dims, dims, 8, 2),) * 2
+    if major != 9 or widened:
+        return (LatentTile(32, 32, dims, dims, 8, 2),) * 2
+    return LatentTile(64, 32, dims, dims, 8, 2), LatentTile(64, 16, dims, dims, 8, 3)
