@@ -63,7 +63,7 @@ class Result:
 
 
 def cases(sizes: Sizes, rows: int, dtype: torch.dtype, device: str, capability: tuple[int, int]) -> Iterator[Case]:
-    from pagemill.ops.triton_experts import apply_experts
+    from pagemill.ops.triton_experts import apply_experts, most_likely
     from pagemill.ops.triton_ops import TritonOps
 
     ops, plain = TritonOps(capability), TorchOps()
@@ -105,8 +105,12 @@ def cases(sizes: Sizes, rows: int, dtype: torch.dtype, device: str, capability: 
     down = draw(sizes.experts, sizes.mixture_hidden, sizes.expert_size)
     used = logits.topk(sizes.chosen).indices.unique().numel()
     nbytes = used * (gate_up[0].nbytes + down[0].nbytes) + 2 * x.nbytes + logits.nbytes
-    options = {"normalize": True, "activation": "silu", "matrix_units": ops.has_matrix_units(dtype)}
-    yield Case("experts", nbytes, lambda: apply_experts(x, logits, gate_up, down, sizes.chosen, **options), None)
+    options = {"activation": "silu", "matrix_units": ops.has_matrix_units(dtype)}
+
+    def apply() -> Tensor:
+        return apply_experts(x, most_likely(logits, sizes.chosen, normalize=True), gate_up, down, **options)
+
+    yield Case("experts", nbytes, apply, None)
 
 
 def run(

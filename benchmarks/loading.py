@@ -1,12 +1,14 @@
 """Times the loading of models of several sizes: seconds, peak memory over what is held, and decode speed.
 
-    python -m benchmarks.loading [--shapes 135m,1b,3b] [--quantization none,int8] [--folder FOLDER] [--rounds 1]
+    python -m benchmarks.loading [--shapes 135m,1b,3b,8b] [--quantization none,int8] [--folder FOLDER] [--rounds 1]
 
 Each shape is a checkpoint of random weights in bf16, made in FOLDER (by default a temporary one) and removed at last.
 `read` is the same file, read once by as many threads into memory that is reused: what the disk or the system's cache
-gives. `load` is from the file's headers to a decoder that is ready, in a process of its own, the file in the system's
-cache as far as it fits. `peak / held` is the most memory while loading over what is held afterwards, both without what
-the process held before. `decode` is one sequence's tokens per second, behind a prompt of 16 tokens.
+gives. `memory` is what the system takes to give as much memory as is held; behind the load it is the shortest, since
+what the load has just given back is at hand. `load` is from the file's headers to a decoder that is ready, in a process
+of its own, the file in the system's cache as far as it fits. `peak / held` is the most memory while loading over what
+is held afterwards, both without what the process held before. `decode` is one sequence's tokens per second, behind a
+prompt of 16 tokens.
 
 `--kept` measures packed weights that are kept on disk instead: `start` is the time from the process's start to the
 first token, without them, when they are written, and when they are mapped; `two engines` is the memory that two
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -51,6 +54,7 @@ SHAPES = {
     "135m": Shape(576, 1536, 30, 9, 3, 64, 49152),  # SmolLM2-135M
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128256),  # Llama-3.2-1B
     "3b": Shape(3072, 8192, 28, 24, 8, 128, 128256),  # Llama-3.2-3B
+    "8b": Shape(4096, 14336, 32, 32, 8, 128, 128256),  # Llama-3.1-8B, but for its own head
 }
 
 CHILD = """
@@ -156,6 +160,16 @@ def read_seconds(folder: Path) -> float:
     return time.perf_counter() - begin
 
 
+def memory_seconds(nbytes: int) -> float:
+    """Returns how long it takes to write to so many bytes of fresh memory, in huge pages where there are any."""
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        begin = time.perf_counter()
+        for at in range(0, nbytes, mmap.PAGESIZE):
+            memory[at] = 1
+        return time.perf_counter() - begin
+
+
 class Engine:
     """A process with an engine that has answered. seen: what it has measured. It ends with the `with` block."""
 
@@ -185,17 +199,18 @@ def measure(**settings: object) -> dict[str, float]:
 def loads(folder: Path, name: str, kind: str, rounds: int) -> str:
     """Returns a line of the table of loads."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    reads, seen = [], []
+    reads, memories, seen = [], [], []
     for _ in range(rounds):
         reads.append(read_seconds(folder))
         seen.append(measure(model=str(folder), quantization=None if kind == "none" else kind))
-    read = statistics.median(reads)
+        memories.append(memory_seconds(int(seen[-1]["held"])))
+    read, memory = statistics.median(reads), statistics.median(memories)
     load, held, peak, decode = (
         statistics.median(each[key] for each in seen) for key in ("load", "held", "peak", "decode")
     )
     return (
-        f"| {name} | {'bf16' if kind == 'none' else kind} | {size / 1e9:.2f} | {read:.2f} | {load:.2f} | "
-        f"{load / read:.1f} | {held / 2**30:.2f} | {peak / held:.2f} | {decode:.1f} |"
+        f"| {name} | {'bf16' if kind == 'none' else kind} | {size / 1e9:.2f} | {read:.2f} | {memory:.2f} | "
+        f"{load:.2f} | {load / (read + memory):.1f} | {held / 2**30:.2f} | {peak / held:.2f} | {decode:.1f} |"
     )
 
 
@@ -227,8 +242,8 @@ def kept(folder: Path, name: str, kind: str, rounds: int) -> str:
 
 
 LOADS_HEAD = """
-| shape | weights | GB in the file | read, s | load, s | load / read | held, GiB | peak / held | tokens/s |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+| shape | weights | GB in the file | read, s | memory, s | load, s | load / both | held, GiB | peak / held | tokens/s |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 KEPT_HEAD = """
 | shape | weights | kept, GiB | start without | first start | later start | its load | first peak / held | \
 one engine, GiB | two engines, GiB | decode, mapped / not |

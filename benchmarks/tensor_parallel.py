@@ -27,7 +27,7 @@ from pagemill import _kernels
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
-from pagemill.executor.gloo import GlooExchange, host_meeting, join_meeting
+from pagemill.executor.process_group import GroupExchange, host_meeting, join_meeting
 from pagemill.executor.shared_memory import SharedExchange, make_memory
 from pagemill.models.cpu_decoder import CpuDecoder
 from pagemill.sampling.params import SamplingParams
@@ -39,7 +39,7 @@ PER_LAYER = 4
 """Collectives: the heads' outputs, what o adds, the activations, what down adds."""
 
 
-def collectives(exchange: SharedExchange | GlooExchange, times: int) -> list[float]:
+def collectives(exchange: SharedExchange | GroupExchange, times: int) -> list[float]:
     """Returns the seconds of a collective for each of TOKENS."""
     found, half = [], WIDTH // 2
     for tokens in TOKENS:
@@ -56,7 +56,7 @@ def other_rank(kind: str, number: int, times: int) -> None:
     if kind == "shared":
         collectives(SharedExchange(1, 2, number), times)
     else:
-        gloo = GlooExchange(1, 2)
+        gloo = GroupExchange(1, 2)
         gloo.connect(join_meeting(number))
         collectives(gloo, times)
     os._exit(0)
@@ -69,7 +69,7 @@ def measure_collectives(kind: str, times: int) -> list[float]:
         other = subprocess.Popen([*command, str(memory)], pass_fds=[memory])
         found = collectives(SharedExchange(0, 2, memory), times)
     else:
-        store, gloo = host_meeting(), GlooExchange(0, 2)
+        store, gloo = host_meeting(), GroupExchange(0, 2)
         other = subprocess.Popen([*command, str(store.port)])
         gloo.connect(store)
         found = collectives(gloo, times)

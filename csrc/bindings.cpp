@@ -667,6 +667,18 @@ NB_MODULE(_kernels, m) {
                 throw std::invalid_argument("no GGUF format has the number " + std::to_string(format));
         },
         "From whole blocks of a GGUF format, by its number, to fp32.");
+    m.def(
+        "quantize_int8",
+        [](const Input& weight, const Output& values, const Output& scales) {
+            const int64_t n = weight.ndim() == 2 ? int64_t(weight.shape(0)) : 0,
+                          k = weight.ndim() == 2 ? int64_t(weight.shape(1)) : 0;
+            const void* from = elements("weight", weight, weight.dtype(), {n, k});
+            auto* rounded = elements<int8_t>("values", values, {n, k});
+            void* of_groups = elements("scales", scales, kBfloat16, {n, (k + 191) / 192});
+            Run run;
+            kernels().quantize_int8(from, dtype_of(weight.dtype()), n, k, rounded, static_cast<uint16_t*>(of_groups));
+        },
+        "Rounds a weight to 8 bits; see kernels.h.");
     m.def("mask_logits", &mask);
     m.def("choose_tokens", &choose);
     m.def("log_probabilities", &log_probabilities);

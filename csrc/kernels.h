@@ -272,6 +272,8 @@ struct Kernels {
     bool (*pack_linear)(PackedLinear&, const void* weight, const float* bias, DType x) = nullptr;
     // The same for integers, in the weight's `format`.
     bool (*pack_quantized)(PackedLinear&, const QuantizedSource&) = nullptr;
+    // A weight [n, k], finite, rounded to the values [n, k] and scales [n, ceil(k / 192)] of an int8 QuantizedSource.
+    void (*quantize_int8)(const void* weight, DType, int64_t n, int64_t k, int8_t* values, uint16_t* scales) = nullptr;
     bool (*pack_affine)(PackedLinear&, const AffineSource&) = nullptr;
     // What a weight of this n, k, type and format takes here, with a bias.
     PackedBytes (*packed_bytes)(const PackedLinear&) = nullptr;

@@ -9,7 +9,10 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-import torch
+
+import pagemill  # noqa: F401  # before torch, whose idle threads would spin on the cores that other workers need
+
+import torch  # isort: skip
 
 import interpreter  # noqa: F401  # before anything imports triton, as some of transformers does
 from pagemill.ops.prepare import settle_vector_math

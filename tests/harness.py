@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch, join_remainders
 from pagemill.executor.backend import select_backend
+from pagemill.executor.share import frame_shape as frame_shape_of
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import add_remainders, group_layers
@@ -66,7 +67,7 @@ class PagedSequences:
         frames = sum(entries) * len(self.groups.groups) + 2
         self.pool = DevicePool(
             frames,
-            FrameShape(self.groups, spec.num_kv_heads, block_size, spec.head_dim, spec.head_dim, format),
+            frame_shape_of(spec, decoder.groups, block_size, format),
             decoder.device,
             layer_major if decoder.device.type == "cpu" else block_major,
         )

@@ -9,6 +9,7 @@
 #include "low_rank.h"
 #include "packed.h"
 #include "quantized.h"
+#include "round_weights.h"
 #include "sampling.h"
 
 namespace pagemill {
@@ -48,6 +49,7 @@ PackedBytes packed_bytes(const PackedLinear& weight) {
 constexpr Kernels table{.isa = NAME(PAGEMILL_ISA),
                         .pack_linear = pack_linear,
                         .pack_quantized = pack_quantized,
+                        .quantize_int8 = quantize_int8,
                         .pack_affine = pack_affine,
                         .packed_bytes = packed_bytes,
                         .linear = linear_of_any_format,

@@ -23,8 +23,11 @@ template <class T> void pack_panel(const PackedLinear& packed, const void* weigh
     for (int64_t begin = 0; begin < k; begin += kPackedTogether)
         for (int64_t i = 0; i < filled; ++i) {
             const T* row = (const T*)weight + (panel * NR + i) * k;
-            for (int64_t j = begin; j < lesser(k, begin + kPackedTogether); ++j)
-                out[(j / beside * NR + i) * beside + j % beside] = row[j];
+            const int64_t end = lesser(k, begin + kPackedTogether), whole = end / beside * beside;
+            T* to = out + (begin * NR + i * beside);
+            for (int64_t j = begin; j < whole; j += beside, to += NR * beside)
+                std::memcpy((void*)to, row + j, beside * sizeof(T));
+            if (whole < end) *to = row[whole];
         }
 }
 

@@ -5,13 +5,12 @@
 // quantized_words.h in words.
 //
 // A panel holds 16 outputs. A step of it is 16 lines of 64 bytes, in a line 4 neighbouring k of each output. That is
-// how VNNI takes weights, and a tile of AMX too. With 4 bits a step is packed: for each of its two halves of 32 k a
-// slope and an offset per output (Half), then 8 lines of 64 bytes, in each 16-bit word four values q, lowest bits
-// first: k 0 and k 1 of a line of the 8-bit step, then the same of the next line; the next word has k 2 and 3. The
-// weight is (slope * q + offset) >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded
-// to 8 bits. Four panels lie together, a piece of kStepsAtOnce steps of each after the other: so a task reads one
-// stream. Where VNNI multiplies bytes, which takes one side without sign, weights are held 128 higher, and so is what
-// they expand to.
+// how VNNI takes weights, and a tile of AMX too. With 4 bits a step is packed (quantized_steps.h, quantized_tables.h):
+// values q, and for each of its two halves of 32 k a slope and an offset per output. The weight is (slope * q + offset)
+// >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded to 8 bits. quantized_direct.h
+// multiplies few rows without writing them down as 8-bit lines. Four panels lie together, a piece of kStepsAtOnce steps
+// of each after the other: so a task reads one stream. Where VNNI multiplies bytes, which takes one side without sign,
+// weights are held 128 higher, and so is what they expand to.
 #pragma once
 
 #include "../memory.h"
@@ -19,7 +18,10 @@
 #include "linear_tiles.h"
 #include "quantized_amx.h"
 #include "quantized_bytes.h"
+#include "quantized_direct.h"
 #include "quantized_panels.h"
+#include "quantized_steps.h"
+#include "quantized_tables.h"
 #include "quantized_words.h"
 #include "simd.h"
 
@@ -92,6 +94,10 @@ template <class T> void quantize_tile(const T* x, int64_t x_row, int height, int
     }
 }
 
+INLINE int64_t step_bytes(const PackedLinear& weight) {
+    return weight.format == Format::int4 ? int64_t(sizeof(PackedStep)) : kStepLines;
+}
+
 // Where a panel's step lies, in steps.
 INLINE int64_t place_of(const PackedLinear& weight, int64_t panel, int64_t step) {
     const int64_t steps = steps_of(weight.k), first = panel / kPanelsTogether * kPanelsTogether,
@@ -114,18 +120,36 @@ struct QuantizedRun {
     DType type;
     Tiles tiles;
     int64_t group, block;  // panels and tiles in a task
-    int64_t together;      // panels that a tile passes over, so that what it writes lies together
+    int64_t together;  // panels that a tile passes over, so that what it writes lies together
+    bool direct;
     Argmax* argmax;  // takes the outputs instead of y, if given
 
     int64_t panels() const { return (weight.n + kPanel - 1) / kPanel; }
 
     void operator()(int64_t task, int thread) {
+        if (direct) return run_direct(task * group, lesser((task + 1) * group, panels()), thread);
         const int64_t tasks = (panels() + group - 1) / group;
         const int64_t first = task % tasks * group, last = lesser(first + group, panels());
         const int64_t tile_begin = task / tasks * block, tile_end = tile_begin + block;
         const Products products(int((tiles.rows + tiles.count - 1) / tiles.count));
         for (int64_t panel = first; panel < last; panel += together)
             run_panels(products, panel, lesser(together, last - panel), tile_begin, tile_end, thread);
+    }
+
+    void run_direct(int64_t first, int64_t end, int thread) {
+        const int64_t steps = steps_of(weight.k);
+        float* c = (float*)thread_scratch(thread, tiles.rows * kPanelsTogether * kPanel * sizeof(float));
+        for (int64_t panel = first, count; panel < end; panel += count) {
+            count = lesser(kPanelsTogether - panel % kPanelsTogether, end - panel);
+            for (int64_t step = 0; step < steps; step += kGroupSteps)
+                for (int64_t i = 0; i < count; ++i)
+                    direct_product(x.at(0, step / kGroupSteps), int(tiles.rows),
+                                   (const PackedStep*)weight.panels + place_of(weight, panel + i, step),
+                                   lesser<int64_t>(kGroupSteps, steps - step),
+                                   scales_of(weight, panel + i) + step / kGroupSteps * kPanel, c + i * kPanel,
+                                   count * kPanel, step > 0);
+            write(c, panel, count, 0);
+        }
     }
 
     void run_panels(const Products& products, int64_t panel, int64_t count, int64_t tile_begin, int64_t tile_end,
@@ -189,23 +213,25 @@ void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, 
         if (tiles.count > 1) parallel(tiles.count, quantize);
         else quantize(0, 0);
     });
-    const int64_t panels = (weight.n + kPanel - 1) / kPanel, together = panels_together(tiles.count, steps);
+    const int64_t panels = (weight.n + kPanel - 1) / kPanel;
+    const bool direct = weight.format == Format::int4 && m <= kDirectRows;
+    const int64_t together = direct ? 1 : panels_together(tiles.count, steps);
     const int64_t wanted = lesser<int64_t>(64, panels * tiles.blocks / (int64_t(num_threads()) * 8));
     const int64_t group = greater<int64_t>(1, (wanted + together - 1) / together) * together;
-    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, tiles.count / tiles.blocks, together, argmax};
+    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, tiles.count / tiles.blocks, together, direct, argmax};
     run_panels(run, m, tiles.blocks);
 }
+
+// Of an 8-bit step.
+INLINE int place_in_step(int lane, int k) { return k / 4 * 64 + lane * 4 + k % 4; }
 
 // The weight at (i, j), in units of its group's scale.
 INLINE int whole_weight(const PackedLinear& packed, int64_t i, int64_t j) {
     const int64_t s = place_of(packed, i / kPanel, j / kStepK);
-    const int lane = int(i % kPanel), line = int(j % kStepK) / 4, byte = int(j % 4);
+    const int lane = int(i % kPanel), in_step = int(j % kStepK);
     if (packed.format == Format::int8)
-        return int8_t(((const uint8_t*)packed.panels)[s * kStepLines + line * 64 + lane * 4 + byte] ^ kRaised);
-    const PackedStep& step = ((const PackedStep*)packed.panels)[s];
-    const Half& half = step.half[line / 8];
-    const int q = step.q[line / 2][lane * 2 + byte / 2] >> (line % 2 * 8 + byte % 2 * 4) & 15;
-    return int8_t(uint16_t(half.slope[lane] * q + half.offset[lane]) >> 8 ^ kRaised);
+        return int8_t(((const uint8_t*)packed.panels)[s * kStepLines + place_in_step(lane, in_step)] ^ kRaised);
+    return int8_t(((const PackedStep*)packed.panels)[s].weight(lane, in_step) ^ kRaised);
 }
 
 PackedBytes quantized_bytes(const PackedLinear& packed) {
@@ -213,6 +239,24 @@ PackedBytes quantized_bytes(const PackedLinear& packed) {
     return {.panels = whole_pages(panels * steps * step_bytes(packed)),
             .scales = panels * groups_of(steps) * kPanel * sizeof(bf16),
             .bias = bias_bytes(panels * kPanel)};
+}
+
+// A panel's 8-bit lines, 4 neighbouring k of an output at a time. Where they have no values they are 0.
+void pack_lines(const PackedLinear& packed, const QuantizedSource& from, int64_t panel) {
+    constexpr uint32_t kAllRaised = 0x01010101u * uint8_t(kRaised);
+    const int64_t k = packed.k, filled = lesser<int64_t>(kPanel, packed.n - panel * kPanel);
+    for (int64_t step = 0; step < steps_of(k); ++step) {
+        char* const lines = (char*)packed.panels + place_of(packed, panel, step) * kStepLines;
+        const int64_t length = lesser<int64_t>(kStepK, k - step * kStepK);
+        if (filled < kPanel || length < kStepK) std::memset(lines, 0, kStepLines);
+        for (int64_t lane = 0; lane < filled; ++lane) {
+            const char* values = (const char*)from.values + (panel * kPanel + lane) * k + step * kStepK;
+            char* to = lines + lane * 4;
+            int64_t j = 0;
+            for (; j + 4 <= length; j += 4, to += 64) store_as(to, load_as<uint32_t>(values + j) ^ kAllRaised);
+            for (int64_t i = 0; j + i < length; ++i) to[i] = char(values[j + i] ^ kRaised);
+        }
+    }
 }
 
 bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
@@ -228,24 +272,20 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
         const auto at = [&](int64_t step) {
             return (char*)packed.panels + place_of(packed, panel, step) * step_bytes(packed);
         };
-        for (int64_t step = 0; step < steps; ++step) std::memset(at(step), 0, step_bytes(packed));
-        for (int lane = 0; lane < lesser<int64_t>(kPanel, n - panel * kPanel); ++lane) {
-            const int64_t row = panel * kPanel + lane;
+        const int64_t filled = lesser<int64_t>(kPanel, n - panel * kPanel);
+        for (int64_t lane = 0; lane < filled; ++lane)
             for (int64_t g = 0; g < groups; ++g)
-                ((uint16_t*)packed.scales)[(panel * groups + g) * kPanel + lane] = from.scales[row * groups + g];
+                ((uint16_t*)packed.scales)[(panel * groups + g) * kPanel + lane] =
+                    from.scales[(panel * kPanel + lane) * groups + g];
+        if (packed.format == Format::int8) return pack_lines(packed, from, panel);
+        for (int64_t step = 0; step < steps; ++step) std::memset(at(step), 0, step_bytes(packed));
+        for (int64_t lane = 0; lane < filled; ++lane) {
+            const int64_t row = panel * kPanel + lane;
             for (int64_t j = 0; j < k; ++j) {
-                const int line = int(j % kStepK) / 4, byte = int(j % 4);
-                if (packed.format == Format::int8) {
-                    at(j / kStepK)[line * 64 + lane * 4 + byte] =
-                        char(((const uint8_t*)from.values)[row * k + j] ^ kRaised);
-                } else {
-                    PackedStep& step = *(PackedStep*)at(j / kStepK);
-                    const int q = ((const uint8_t*)from.values)[row * k + j];
-                    step.q[line / 2][lane * 2 + byte / 2] |= uint16_t(q << (line % 2 * 8 + byte % 2 * 4));
-                    step.half[line / 8].slope[lane] = uint16_t(from.slopes[row * (k / kHalfK) + j / kHalfK]);
-                    step.half[line / 8].offset[lane] =
-                        uint16_t(from.offsets[row * (k / kHalfK) + j / kHalfK] + kRaised * 256);
-                }
+                const int64_t half = row * (k / kHalfK) + j / kHalfK;
+                ((PackedStep*)at(j / kStepK))
+                    ->put(lane, int(j % kStepK), ((const uint8_t*)from.values)[row * k + j],
+                          uint16_t(from.slopes[half]), uint16_t(from.offsets[half] + kRaised * 256));
             }
         }
     };

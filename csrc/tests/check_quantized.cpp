@@ -62,6 +62,19 @@ void check_quantized() {
     release(packed);
 }
 
+void check_rounding() {
+    where = "quantize int8";
+    const DType stored = any_type();
+    const int64_t n = 1 + below(40), k = 1 + below(600), groups = (k + 191) / 192;
+    Numbers weight(n * k, stored, 1), scales(n * groups, DType::bf16);
+    const Array<int8_t> values(n * k);
+    kernels().quantize_int8(weight.data(), stored, n, k, values.data(), static_cast<uint16_t*>(scales.data()));
+    for (int64_t i = 0; i < n * k; ++i) {
+        const double scale = scales.get(i / k * groups + i % k / 192);
+        expect(values[i] * scale, weight.get(i), 0.501 * scale);
+    }
+}
+
 void check_dequantize() {
     where = "dequantize";
     const int64_t blocks = 1 + below(3000);

@@ -31,6 +31,7 @@ int main(int count, char** arguments) {
             check_elementwise();
             check_prepare_heads();
             check_quantized();
+            check_rounding();
             check_sampling();
             check_dequantize();
             check_decoder();

@@ -242,6 +242,7 @@ void check_attention();
 void check_elementwise();
 void check_prepare_heads();
 void check_quantized();
+void check_rounding();
 void check_dequantize();
 void check_sampling();
 void check_decoder();

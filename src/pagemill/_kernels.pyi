@@ -39,6 +39,9 @@ def copy_frames(
 def dequantize(format: int, blocks: npt.NDArray[np.uint8], out: Float32) -> None:
     """Widens whole blocks (bytes) of a GGUF format, by its number, to `out` [weights]."""
 
+def quantize_int8(weight: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Rounds a finite weight [n, k] to `values` int8 [n, k] and `scales` bfloat16 [n, ceil(k / 192)]."""
+
 def choose_tokens(
     logits: Float32,
     places: Int64,

@@ -22,7 +22,12 @@ S = TypeVar("S")
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-ATTENTION_ALIASES = {"FLASH_ATTN": "flash_attn", "TORCH_SDPA": "torch", "TRITON_ATTN": "triton"}
+ATTENTION_ALIASES = {
+    "FLASH_ATTN": "flash_attn",
+    "FLASHINFER": "flashinfer",
+    "TORCH_SDPA": "torch",
+    "TRITON_ATTN": "triton",
+}
 """vLLM's names."""
 ToolCallParser = Literal[
     "auto",
@@ -122,10 +127,10 @@ class EngineConfig:
         ),
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "triton", "flash_attn", "torch"],
+        Literal["auto", "triton", "flash_attn", "flashinfer", "torch"],
         about(
             "Attention's kernels: auto (the CPU's own; on a GPU the fastest of those installed that take the model), "
-            "triton, flash_attn (GPU only) or torch (slow)."
+            "triton, flash_attn, flashinfer (GPU only) or torch (slow)."
         ),
     ] = "auto"
     kv_host_memory: Annotated[
@@ -312,7 +317,6 @@ class EngineConfig:
         for name, value, way_out in (
             ("enable_lora", self.enable_lora or None, "merge the adapter into the model"),
             ("speculative_config", drafting, "draft by 'ngram' or 'suffix', which need no model"),
-            ("device", self.device if self.device.startswith("cuda") else None, "use 'cpu'"),
         ):
             if value is not None:
                 raise ConfigError(

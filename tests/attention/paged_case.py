@@ -10,7 +10,7 @@ from reference import reference_attention
 from harness import frame_shape, poison
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
-from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, LayerCache
+from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
 from pagemill.attention.quantize import (
     dequantize,
     narrow,
@@ -164,6 +164,7 @@ class PagedCase:
             groups=(group,),
             max_query_len=max(lengths),
             max_context_len=max(contexts),
+            host=HostLengths(*(torch.tensor(each, dtype=torch.int32) for each in (lengths, contexts))),
         )
 
     def whole(self) -> tuple[torch.Tensor, AttentionBatch]:

@@ -37,13 +37,29 @@ def check(backend: AttentionBackend, case: PagedCase, tolerance: float = 1e-5, *
     assert lse is not None
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=case.lse_tolerance(backend))
-    without, none = backend.attend(query, case.cache, batch, 0, scale=scale, **options)
-    assert none is None
-    assert torch.equal(without, output)
 
 
 def test_mixed_rows(backend: AttentionBackend, dtype: torch.dtype) -> None:
     check(backend, PagedCase(MIXED, dtype=dtype, seed=1))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40, "soft_cap": 5.0}])
+@pytest.mark.parametrize(
+    ("dtype", "query_dtype"),
+    [(torch.float32, torch.float32), (torch.int8, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_the_output_is_the_same_where_the_lse_is_not_asked_for(
+    backend: AttentionBackend, dtype: torch.dtype, query_dtype: torch.dtype, options: dict[str, object]
+) -> None:
+    rows = [(1, 1), (300, 1), (77, 33), (257, 2), (600, 20), (40, 0)]
+    case = PagedCase(rows, heads=6, dtype=dtype, query_dtype=query_dtype, seed=19)
+    case.write_all(backend)
+    query, batch = case.whole()
+    output, lse = backend.attend(query, case.cache, batch, 0, scale=0.125, return_lse=True, **options)
+    without, none = backend.attend(query, case.cache, batch, 0, scale=0.125, **options)
+    assert lse is not None
+    assert none is None
+    assert torch.equal(without, output)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 40, 20])

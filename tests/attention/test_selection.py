@@ -5,12 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import fake_flash_attn
+import fake_flashinfer
 import pytest
 import torch
 
 from pagemill.attention import selection
-from pagemill.attention.flash_attn_backend import FA2_SUPPORT, FA3_SUPPORT, Fa2, Fa3, FlashAttention
+from pagemill.attention.flash_attn_backend import FA2_SUPPORT, FA3_SUPPORT, Fa2, Fa3
+from pagemill.attention.flashinfer_backend import FlashInfer
 from pagemill.attention.interface import AttentionBackend
+from pagemill.attention.library_backend import LibraryAttention
 from pagemill.attention.measured_choice import MeasuredChoice, time_attention
 from pagemill.attention.selection import candidates, choose_attention
 from pagemill.attention.support import AttentionNeeds, Support
@@ -25,6 +28,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     both = [Fa3(fake_flash_attn.fa3()), Fa2(fake_flash_attn.fa2())]
     monkeypatch.setattr(selection, "flash_attn_libraries", lambda: both)
+    monkeypatch.setattr(selection, "flashinfer_libraries", lambda: [FlashInfer(fake_flashinfer.flashinfer())])
     monkeypatch.setattr(selection, "triton_refusal", lambda: None)
 
 
@@ -35,12 +39,13 @@ def chosen(name: str, needs: AttentionNeeds, fastest: str = "flash_attn") -> Att
 @pytest.mark.parametrize(
     ("needs", "library"),
     [(H100, "flash_attn_3"), (replace(H100, block_size=256), "flash_attn-2.8.3"),
-     (replace(H100, block_size=256, capability=(8, 0)), "flash_attn-2.8.3")],
+     (replace(H100, block_size=256, capability=(8, 0)), "flash_attn-2.8.3"), (H100, "flashinfer-0.7")],
 )  # fmt: skip
 def test_the_version_that_takes_the_blocks_is_taken(needs: AttentionNeeds, library: str) -> None:
-    for name in ("flash_attn", "auto"):
-        backend = chosen(name, needs)
-        assert isinstance(backend, FlashAttention)
+    named = "flashinfer" if library.startswith("flashinfer") else "flash_attn"
+    for name in (named, "auto"):
+        backend = chosen(name, needs, fastest=named)
+        assert isinstance(backend, LibraryAttention)
         assert backend.name.startswith(library)
         assert "+triton" in backend.name
 
@@ -74,9 +79,10 @@ def test_windows_and_soft_caps_are_refused_where_there_are_none() -> None:
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "flash_attn_libraries", list)
-    with pytest.raises(ConfigError, match=r"install pagemill\[flash-attn\]"):
-        chosen("flash_attn", H100)
+    for name, install in (("flash_attn", "flash-attn"), ("flashinfer", "flashinfer")):
+        monkeypatch.setattr(selection, f"{name}_libraries", list)
+        with pytest.raises(ConfigError, match=rf"install pagemill\[{install}\]"):
+            chosen(name, H100)
     assert type(chosen("auto", H100)).__name__ == "TritonAttention", "nothing to measure"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -40,7 +41,6 @@ def crossed(name, ways, quick):
             for way in ways
         ],
         indirect=["alone"],
-        scope="module",
     )
 
 
@@ -88,15 +88,26 @@ def load(prompts):
 
 
 @pytest.fixture(scope="module")
-def alone(request, load, make_engine):
-    """Every request on its own, without the prefix cache: (name of the format, expected)."""
-    core = make_engine(**FORMATS[request.param][0], enable_prefix_caching=False)
-    runs = [drive(core, [one], record=True) for one in load]
-    tokens = {key: value for run in runs for key, value in run.tokens.items()}
-    logits = {key: value for run in runs for key, value in run.logits.items()}
-    assert len(set(tokens["everything", 0])) > 64, "penalties are to count many different tokens"
-    logprobs = {key: value for run in runs for key, value in run.logprobs.items()}
-    return request.param, Run(tokens, logits=logits, logprobs=logprobs)
+def runs_alone(load, make_engine):
+    """Gives what every request brings on its own in a format, without the prefix cache; it is computed once."""
+
+    @cache
+    def run(name: str) -> Run:
+        core = make_engine(**FORMATS[name][0], enable_prefix_caching=False)
+        runs = [drive(core, [one], record=True) for one in load]
+        tokens = {key: value for run in runs for key, value in run.tokens.items()}
+        logits = {key: value for run in runs for key, value in run.logits.items()}
+        assert len(set(tokens["everything", 0])) > 64, "penalties are to count many different tokens"
+        logprobs = {key: value for run in runs for key, value in run.logprobs.items()}
+        return Run(tokens, logits=logits, logprobs=logprobs)
+
+    return run
+
+
+@pytest.fixture
+def alone(request, runs_alone):
+    """Every request on its own: (name of the format, expected)."""
+    return request.param, runs_alone(request.param)
 
 
 def assert_same(run: Run, alone: Run) -> None:

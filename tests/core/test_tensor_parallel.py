@@ -29,13 +29,14 @@ from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError, EngineDeadError, EngineRestartingError, ModelNotFoundError, RankLostError
 from pagemill.executor import ranks as rank_processes
-from pagemill.executor.gloo import GlooExchange, host_meeting
+from pagemill.executor.process_group import GroupExchange, host_meeting
 from pagemill.executor.rank_messages import Step, pack, unpack
-from pagemill.executor.sharded_frames import RecordParts
+from pagemill.executor.record_parts import RecordParts
 from pagemill.hub import resolve_model
+from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
-from pagemill.kvcache.layout import FrameShape, layer_major
+from pagemill.kvcache.layout import FrameShape, block_major, layer_major
 from pagemill.models.sharding import kv_heads_of
 
 VOCAB, LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 96, 3, 2, 16, 8
@@ -160,7 +161,6 @@ def ranks_of(pid):
         ({"kv_memory": 1000}, "less than the .* of a single block"),
         ({"enable_lora": True}, "enable_lora is True, which a model in parts cannot have"),
         ({"speculative_config": {"method": "draft_model", "model": "x"}}, "speculative_config is 'x', which a model"),
-        ({"device": "cuda"}, "device is 'cuda', which a model in parts"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
     ],
 )
@@ -380,13 +380,26 @@ def test_records_are_cut_and_joined(data):
     block, dim = data.draw(st.sampled_from([8, 16])), data.draw(st.sampled_from([32, 64]))
     heads = kv_heads_of(SimpleNamespace(num_kv_heads=kv_heads), ranks)
     whole, part = (FrameShape(groups, n, block, dim, dim, format) for n in (kv_heads, heads[0].stop - heads[0].start))
-    parts, size = RecordParts(whole, part, heads), layer_major(whole, 1).frame_bytes
-    head = block * format.slot_bytes(1, dim, dim)
-    records = np.random.default_rng(0).integers(0, 256, (2, whole.places, size // whole.places), np.uint8)
-    records[:, :, kv_heads * head :] = 0  # what fills a page up
+    make = data.draw(st.sampled_from([layer_major, block_major]))
+    parts, at, of_part = RecordParts(whole, part, heads, make), make(whole, 1), make(part, 1)
+    pieces = at.frame_bytes // at.piece_bytes
+    records = np.random.default_rng(0).integers(0, 256, (2, pieces, at.piece_bytes), np.uint8)
+    used = whole.places // pieces * block * format.slot_bytes(kv_heads, dim, dim)
+    records[:, :, used:] = 0  # what fills a page up
     cut = parts.cut(records)
-    assert {each.shape for each in cut} == {(2, part.places, layer_major(part, 1).piece_bytes)}
+    assert {each.shape for each in cut} == {(2, pieces, of_part.piece_bytes)}
     assert (parts.join([each.reshape(2, -1) for each in cut]) == records).all()
+    place = data.draw(st.integers(0, whole.places - 1))
+    for rank, mine in enumerate(heads):
+        for ours, theirs in zip(views(part, make, cut[rank], place), views(whole, make, records, place), strict=True):
+            assert torch.equal(ours, theirs[:, mine])
+
+
+def views(shape, make, records, place):
+    """Keys, values and scales [1, heads, ...] in a place of the first record, as a pool's layers see them."""
+    pool = DevicePool(1, shape, layout=make)
+    pool.frames.bytes.view(-1)[: records[0].size] = torch.from_numpy(records[0].reshape(-1))
+    return [each.contiguous().view(torch.uint8) for each in pool.packed_layer(shape, place, 0) if each is not None]
 
 
 @given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), min_size=1, max_size=5))
@@ -402,11 +415,11 @@ def test_a_step_of_a_few_rows_is_a_small_message():
 
 def test_gloo_gathers_parts_of_any_width():
     code = (
-        "import os, sys, torch; from pagemill.executor.gloo import *; e = GlooExchange(1, 2); "
+        "import os, sys, torch; from pagemill.executor.process_group import *; e = GroupExchange(1, 2); "
         "e.connect(join_meeting(int(sys.argv[1]))); "
         "[e.all_gather(torch.full((3, w), 2.0), [5, w]) for w in (5, 2, 9)]; os._exit(0)"
     )
-    store, exchange = host_meeting(), GlooExchange(0, 2)
+    store, exchange = host_meeting(), GroupExchange(0, 2)
     other = subprocess.Popen([sys.executable, "-c", code, str(store.port)])
     exchange.connect(store)
     for width in (5, 2, 9):

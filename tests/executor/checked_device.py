@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -130,8 +132,10 @@ class CheckedGraph:
         self.tape: list[tuple[Callable[..., Any], Any, list[Any], list[bool]]] = []
         self.made: set[int] = set()
         """Storages that were made inside."""
+        self.replays = 0
 
     def replay(self) -> None:
+        self.replays += 1
         for func, inputs, outputs, fresh in self.tape:
             args, kwargs = tree_map(_inside, inputs)
             found = tree_flatten(self._device.operate(func, args, kwargs))[0]
@@ -160,11 +164,17 @@ class CheckedDevice(TorchDispatchMode):
         self.host = Clock()
         self.compute = CheckedStream(self, "compute")
         self.waits = 0
+        self.told = 0
+        """How often the host has learnt how far streams are."""
         self.captures = True
         """Whether graphs can be captured."""
         self.broken = False
         """Whether an error of its work is met by whoever waits for it."""
         self.graphs: list[CheckedGraph] = []
+        self.collectives: Counter[str] = Counter()
+        """Those that have been done, by name."""
+        self._done: dict[str, Any] = {}
+        """By operation, what stands for a collective that is done."""
         self._current = self.compute
         self._streams = {"compute": self.compute}
         self._memory: dict[int, Memory] = {}
@@ -262,6 +272,7 @@ class CheckedDevice(TorchDispatchMode):
         if self.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self._check_copies()
+        self.told += not all(self.host.knows(use) for use in clock.items())
         self.host.join(clock)
         done = [copy for copy in self._copies if self.host.knows(copy.use)]
         self._copies = [copy for copy in self._copies if not self.host.knows(copy.use)]
@@ -307,7 +318,7 @@ class CheckedDevice(TorchDispatchMode):
         written = _written(func, args, kwargs)
         if self._graph is not None:
             self._save(written)
-        result = func(*args, **kwargs)
+        result = self._collective(func, args, kwargs) if func.namespace == "c10d" else func(*args, **kwargs)
         keys = {_key(each) for each in inputs}
         fresh = [each for each in _tensors(result) if _key(each) not in keys]
         if not fresh and not written and _tensors(result):
@@ -318,6 +329,17 @@ class CheckedDevice(TorchDispatchMode):
             use = self._begin(reads=known, writes=written)
             for each in fresh:
                 self._note(each, use)
+        return result
+
+    def _collective(self, func, args, kwargs):
+        """Does what other devices take part in, as work of the stream in use; not while it is captured."""
+        name = func.__name__
+        if self._graph is not None:
+            return args[0], self._done[name]
+        result = func(*args, **kwargs)
+        Work.unbox(result[1]).wait()
+        self._done[name] = result[1]
+        self.collectives[name.split(".")[0]] += 1
         return result
 
     def _begin(self, reads: list[Tensor], writes: list[Tensor]) -> tuple[str, int]:
@@ -418,7 +440,9 @@ def _inside(value: Any) -> Any:
 
 @functools.cache
 def _targets(func) -> list[tuple[int, str]]:
-    """Returns place and name of the arguments that an operation writes."""
+    """Returns place and name of the arguments that an operation writes. Collectives do not say it of theirs."""
+    if func.namespace == "c10d":
+        return [(0, func._schema.arguments[0].name)]  # noqa: SLF001
     arguments = enumerate(func._schema.arguments)  # noqa: SLF001
     return [(at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 

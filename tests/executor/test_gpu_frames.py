@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import Future
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from checked_device import OrderError
 
-from pagemill.kvcache.gpu_frames import SNAPSHOTS, GpuFrames, origins_of
+from pagemill.errors import KVStoreError
+from pagemill.kvcache import gpu_frames, transfers
+from pagemill.kvcache.gpu_frames import SNAPSHOTS, STAGED, GpuFrames, origins_of, runs_of
+from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.offload_tiers import OffloadTiers
+from pagemill.kvcache.pages_ahead import PooledFrames
+from pagemill.kvcache.transfers import Transfers
+from pagemill.memory.work import BlockName, Load, Save
 
 FRAMES = 10
 
@@ -83,6 +95,154 @@ def test_loads_come_behind_what_was_asked_for_before_them(device, frames) -> Non
         places[0][:] = record
     records, _ = frames.read([2, 1])
     assert (records == [expected[1], record.reshape(-1)]).all()
+
+
+def load(frames, numbers, records, after):
+    with frames.write(numbers, after) as places:
+        for place, record in zip(places, records, strict=True):
+            place[:] = record.reshape(place.shape)
+
+
+@pytest.mark.parametrize("run_bytes", [1, 100, 1 << 20])
+def test_many_records_come_together_and_no_host_waits(device, frames, monkeypatch, run_bytes) -> None:
+    monkeypatch.setattr(gpu_frames, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(device.random, "random", lambda: 1.0)  # nothing is done before somebody waits
+    copies, copy = [], device.copy
+    monkeypatch.setattr(device, "copy", lambda source, target: (copies.append(len(source)), copy(source, target)))
+    for seed, numbers in enumerate([[3, 4, 5, 0], [9], [8, 2, 3, 1]]):
+        expected = contents(frames)
+        expected[numbers] = np.random.default_rng(seed).integers(0, 256, expected[numbers].shape, dtype=np.uint8)
+        told, before = device.told, len(copies)
+        load(frames, numbers, expected[numbers], frames.mark())
+        straight = frames.bytes.shape[0] == 1 and run_bytes <= 64 * len(numbers) / len(runs_of(numbers))
+        assert len(copies) - before == (len(runs_of(numbers)) if straight else 1)
+        frames.follow_writes()
+        assert device.told == told
+        assert (contents(frames) == expected).all()
+
+
+def test_runs_are_frames_side_by_side() -> None:
+    assert runs_of([3, 4, 5, 0, 2, 3]) == [(0, 3), (3, 4), (4, 6)]
+    assert runs_of([7]) == [(0, 1)]
+
+
+@pytest.mark.parametrize("run_bytes", [1, 1 << 20])
+def test_computations_that_do_not_follow_a_load_are_found(device, frames, monkeypatch, run_bytes) -> None:
+    monkeypatch.setattr(gpu_frames, "RUN_BYTES", run_bytes)
+    load(frames, [1], contents(frames)[[1]], frames.mark())
+    with pytest.raises(OrderError, match="compute reads what stream 1 may not have written yet"):
+        frames.bytes.sum()
+    monkeypatch.setattr(device.compute, "wait_event", lambda event: None)
+    frames.follow_writes()
+    with pytest.raises(OrderError, match="compute reads what stream 1 may not have written yet"):
+        frames.bytes.sum()
+
+
+@pytest.mark.parametrize("run_bytes", [1, 1 << 20])
+def test_a_load_that_does_not_wait_for_earlier_computations_is_found(device, frames, monkeypatch, run_bytes) -> None:
+    monkeypatch.setattr(gpu_frames, "RUN_BYTES", run_bytes)
+    frames.copy([1], [2])
+    with pytest.raises(OrderError, match=r"stream 1 .* what compute may"), frames.write([1]) as places:
+        places[:] = 0
+
+
+def test_loads_wait_for_the_bus_when_too_many_are_under_way(device, frames, monkeypatch) -> None:
+    monkeypatch.setattr(device.random, "random", lambda: 1.0)  # nothing is done before somebody waits
+    for number in range(STAGED + 1):
+        told = device.told
+        with frames.write([number], frames.mark()) as places:
+            assert device.told == told + (number == STAGED)
+            places[:] = number
+    frames.follow_writes()
+    assert (contents(frames)[: STAGED + 1] == np.arange(STAGED + 1)[:, None]).all()
+
+
+def test_a_load_that_fails_changes_nothing(device, frames) -> None:
+    expected = contents(frames)
+
+    def fail():
+        with frames.write([4, 5], frames.mark()) as places:
+            places[0][:] = 0
+            raise KVStoreError("the disk is gone")
+
+    with pytest.raises(KVStoreError):
+        fail()
+    assert (contents(frames) == expected).all()
+    with frames.write([]) as places:
+        assert len(places) == 0
+
+
+class Inline:
+    """Runs at once what a pool of threads would, since the device sees one thread only."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def submit(self, call, *args):
+        done = Future()
+        done.set_result(call(*args))
+        return done
+
+    def shutdown(self):
+        pass
+
+
+def run_transfers(device, frames, seed: int) -> None:
+    """Saves, loads and computes at random, and checks what frames and store hold. Some records are damaged."""
+    draw, size = random.Random(seed), frames.bytes[:, 0].numel()
+    damaged = set()
+
+    class Store(HostStore):
+        def read(self, blocks, out):
+            found = super().read(blocks, out)
+            return [here and block not in damaged for here, block in zip(found, blocks, strict=True)]
+
+    pages = SimpleNamespace(begin=lambda: None, end=lambda: None, make=lambda frames: None)
+    pool = PooledFrames(SimpleNamespace(frames=frames), pages)
+    transfers, stored, known = Transfers(pool, OffloadTiers([Store(50, size)], size)), {}, contents(frames)
+    for step in range(30):
+        match draw.choice(["save", "load", "load", "compute", "copy"]):
+            case "save":
+                picked = draw.sample(range(FRAMES), 3)
+                names = [BlockName(bytes([step, each]), 0, b"", 0) for each in range(3)]
+                transfers.save([Save(frame, name) for frame, name in zip(picked, names, strict=True)])
+                stored.update((name[:2], known[frame].copy()) for frame, name in zip(picked, names, strict=True))
+                damaged.update(name[:2] for name in names if draw.random() < 0.2)
+            case "load" if stored:
+                blocks = draw.sample([*stored], min(len(stored), 4))
+                picked = draw.sample(range(FRAMES), len(blocks))
+                transfers.load(Load(step, blocks, picked))
+                arrived = transfers.finished(wait_s=1)[step]
+                assert arrived == [block not in damaged for block in blocks]
+                for frame, block, here in zip(picked, blocks, arrived, strict=True):
+                    known[frame] = stored[block] if here else 0
+                    if not here:
+                        frames.bytes[:, frame].zero_()
+            case "copy":
+                source, target = draw.sample(range(FRAMES), 2)
+                frames.copy([source], [target])
+                known[target] = known[source]
+            case _:
+                frame = draw.randrange(FRAMES)
+                frames.bytes[:, frame] = step
+                known[frame] = step
+    assert (contents(frames) == known).all()
+    transfers.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_transfers_keep_order_and_contents(device, frames, monkeypatch, seed) -> None:
+    monkeypatch.setattr(transfers, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(gpu_frames, "RUN_BYTES", random.Random(seed).choice([1, 100, 1000]))
+    run_transfers(device, frames, seed)
+
+
+@pytest.mark.parametrize("harm", ["mark", "follow_writes"])
+def test_transfers_that_leave_a_wait_out_are_found(device, frames, monkeypatch, harm) -> None:
+    monkeypatch.setattr(transfers, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(frames, harm, lambda: None)
+    with pytest.raises(OrderError, match=r"may still use|may not have written"):
+        run_transfers(device, frames, 0)
 
 
 @pytest.mark.parametrize("frame", [-1, FRAMES])

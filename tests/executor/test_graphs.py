@@ -118,3 +118,23 @@ def test_memory_that_a_graph_uses_and_that_is_gone_is_found(small_model, device,
     monkeypatch.setattr(AngleTable, "reach", moving)
     with pytest.raises(OrderError, match="a graph uses memory that is gone"):
         run(small_model, device, decoding())
+
+
+def test_attention_is_told_the_rows_lengths_on_the_host_but_in_steps_for_graphs(small_model, device):
+    told = []
+
+    class Told(StaticAttention):
+        def attend(self, query, cache, batch, group, **options):
+            if batch.host is not None:
+                assert batch.host.query.tolist() == batch.query_start.diff().tolist()
+                assert batch.host.context.tolist() == batch.context_lens.tolist()
+            told.append((batch.max_query_len > 1, batch.host is not None))
+            return super().attend(query, cache, batch, group, **options)
+
+    requests = [*decoding(), request("host", [7, 8, 9], greedy(max_tokens=3, logprobs=1))]
+    config = EngineConfig(model=small_model, **SMALL)
+    late = Late(config, open_executor(config, backend=STATIC._replace(attention=Told()), device=device), depth=2)
+    late.add(requests)
+    assert late.run() == on_cpu(config, requests)
+    late.executor.close()
+    assert {*told} == {(True, True), (False, True), (False, False)}

@@ -125,6 +125,28 @@ def small_pool(model: str) -> int:
     return 24 * 16 * layers * 2 * heads * dim * 4
 
 
+@pytest.fixture
+def ranks(model) -> int:
+    """Returns a number of ranks that can share the model's heads, and are as many as there are GPUs at least."""
+    size = 3 if model == MODEL else 2
+    if (count := torch.cuda.device_count()) < size:
+        pytest.skip(f"needs {size} GPUs, and there is {count}: ranks on GPUs were not tested")
+    return size
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_ranks_on_several_gpus(model, on_cpu, ranks, enforce_eager) -> None:
+    assert answers(model, DEVICE, tensor_parallel_size=ranks, enforce_eager=enforce_eager) == on_cpu()
+
+
+def test_ranks_on_several_gpus_swap_their_parts_of_blocks(model, on_cpu, ranks) -> None:
+    settings = {"kv_memory": small_pool(model), "kv_host_memory": "64MiB", "preemption_mode": "swap"}
+    with LLM(model, device=DEVICE, **(SETTINGS | settings), tensor_parallel_size=ranks) as llm:
+        found = answers_of(llm)
+        assert llm.stats().preempted_tokens_swapped_in > 0
+    assert found == on_cpu()
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ROUNDED)
 def test_narrow_caches(model, on_cpu, kv_cache_dtype) -> None:
     """Rounds are the same, and sums in another order may round to the neighbour: most tokens are the CPU's."""

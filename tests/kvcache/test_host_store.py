@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import numpy as np
@@ -41,3 +44,46 @@ def test_more_than_the_machine_can_give_is_refused():
     with pytest.raises(KVMemoryError, match=f"{RECORD << 45} bytes.*lower kv_host_memory") as error:
         HostStore(1 << 45, RECORD)
     assert error.value.param == "kv_host_memory"
+
+
+class Slow:
+    """A place that takes a record when others are there too."""
+
+    shape = (RECORD,)
+
+    def __init__(self, go):
+        self.go = go
+
+    def __setitem__(self, whole, record):
+        self.go()
+        self.record = record.copy()
+
+
+def block(n: int, value: int):
+    return [BlockName(bytes([n]), 0, b"", 0)], [np.full(RECORD, value, np.uint8)]
+
+
+def test_blocks_are_read_side_by_side_and_stay_until_they_are():
+    store, readers = HostStore(1, RECORD), threading.Barrier(2)
+    store.write(*block(1, 1), spill)
+    entered, go = threading.Event(), threading.Event()
+
+    def wait():
+        readers.wait(30)
+        entered.set()
+        assert go.wait(30)
+
+    places = [Slow(wait), Slow(wait)]
+    with ThreadPoolExecutor(4) as threads:
+        reads = [threads.submit(store.read, [(bytes([1]), 0)], [place]) for place in places]
+        assert entered.wait(30)  # both are reading
+        written = threads.submit(store.write, *block(2, 2), lambda names, records: None)
+        later = threads.submit(store.read, [(bytes([2]), 0)], out := np.zeros((1, RECORD), np.uint8))
+        assert not wait_for([written], timeout=0.05).done
+        go.set()
+        assert [read.result() for read in reads] == [[True]] * 2
+        written.result()
+        later.result()
+    assert all((place.record == 1).all() for place in places)
+    assert store.read([(bytes([2]), 0)], out) == [True]
+    assert (out == 2).all()

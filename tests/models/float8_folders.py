@@ -27,7 +27,7 @@ def described(method: str, strategy: str) -> dict[str, object]:
 def quantize_folder(folder: Path, method: str, strategy: str) -> dict[str, Tensor]:
     """Stores the folder's linear layers in fp8. Returns the weights that these stand for, by name."""
     stored, dense = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
+    for name in [name for name in stored if name.endswith(("_proj.weight", "_with_mqa.weight"))]:
         weight = stored[name]
         sizes = {"tensor": weight.shape, "channel": (1, weight.shape[1]), "block": BLOCK}[strategy]
         counts = [-(-size // block) for size, block in zip(weight.shape, sizes, strict=True)]

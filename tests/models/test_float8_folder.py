@@ -7,6 +7,7 @@ import torch
 from float8_folders import STRATEGIES, described, quantize_folder
 from safetensors.torch import load_file, save_file
 from small_llama import edit_config, edit_weights, load, logits, save_llama
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from harness import load_on
 from pagemill.errors import ConfigError, CorruptWeightsError, UnsupportedModelError
@@ -45,6 +46,27 @@ def test_the_cpu_computes_the_model_of_the_dense_weights(folder, dtype):
     save_file(kept | dense, folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, quantization_config="remove")
     assert torch.equal(ours, logits(load_on("cpu", folder, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_projections_of_latents_are_cut_by_heads_once_they_are_widened(tmp_path, dtype):
+    """Blocks of scales go across heads, and across what is joined: 64 + 16 rows, with blocks of 32."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=80, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
+        first_k_dense_replace=1, max_position_embeddings=128, initializer_range=0.2, num_nextn_predict_layers=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    dense = quantize_folder(tmp_path, "fp8", "block")
+    assert "model.layers.0.self_attn.kv_b_proj.weight" in dense
+    ours = logits(load_on("cpu", tmp_path, dtype=dtype))
+    stored = load_file(tmp_path / "model.safetensors")
+    kept = {name: each for name, each in stored.items() if not name.endswith(("_scale_inv", "input_scale"))}
+    save_file(kept | dense, tmp_path / "model.safetensors", {"format": "pt"})
+    edit_config(tmp_path, quantization_config="remove")
+    assert torch.equal(ours, logits(load_on("cpu", tmp_path, dtype=dtype)))
 
 
 def test_the_dtype_is_that_of_the_other_weights(folder):

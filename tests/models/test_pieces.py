@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 
 from pagemill import _kernels
 from pagemill.errors import CorruptWeightsError
-from pagemill.models.loading.assemble import quantize_pieces
 from pagemill.models.loading.checkpoint import Checkpoint, MappedFile
 from pagemill.models.loading.hf_folder import read_safetensors_header
-from pagemill.models.loading.pieces import each_piece, piece_threads
+from pagemill.models.loading.pieces import each_piece, piece_threads, quantize_pieces
 from pagemill.ops.quantized import quantize_int8
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gpu_compiler
 from pagemill.ops.low_rank import LowRankPart
-from pagemill.ops.triton_experts import apply_experts
+from pagemill.ops.triton_experts import apply_experts, most_likely
 from pagemill.ops.triton_ops import WIDEST, TritonOps
 
 
@@ -67,7 +67,7 @@ def launch(capability: int, case: Case) -> None:
         gate_up = torch.empty(8, 1536, 2048, dtype=case.element)
         down = torch.empty(8, 2048, 768, dtype=case.element)
         units = ops.has_matrix_units(case.element)
-        apply_experts(x, logits, gate_up, down, 2, normalize=True, activation="silu", matrix_units=units)
+        apply_experts(x, most_likely(logits, 2, normalize=True), gate_up, down, activation="silu", matrix_units=units)
         return
     x, weight = torch.zeros(2, case.hidden, dtype=case.element), torch.zeros(case.hidden)
     if case.adapter is not None:

@@ -186,6 +186,11 @@ def close(y: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, atol: float 
     torch.testing.assert_close(y.double(), exact, rtol=2 * EPS[dtype] + 2e-6, atol=atol)
 
 
+def test_rms_norm_keeps_the_shape_of_what_is_not_contiguous(ops: CpuOps) -> None:
+    x = torch.randn(64, 5, 3).permute(2, 1, 0)
+    assert torch.equal(ops.rms_norm(x, torch.ones(64), 1e-6), ops.rms_norm(x.contiguous(), torch.ones(64), 1e-6))
+
+
 def test_rms_norm_of_heads_in_a_strided_view(ops: CpuOps) -> None:
     fused = torch.randn(5, 10, 64)
     weight = torch.randn(64)

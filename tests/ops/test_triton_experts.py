@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from pagemill.ops import triton_experts
 from pagemill.ops.torch_ops import TorchLinear, TorchQuantizedLinear
-from pagemill.ops.triton_experts import ExpertTile, apply_experts, expert_tile, stack
+from pagemill.ops.triton_experts import ExpertTile, apply_experts, expert_tile, most_likely, stack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, in the interpreter
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -37,8 +37,9 @@ class Mixture:
         return torch.randn(shape, generator=self.random).to(self.dtype).to(DEVICE)
 
     def run(self, x: torch.Tensor, logits: torch.Tensor, chosen: int, **options: object) -> torch.Tensor:
-        settings = {"normalize": True, "activation": "silu", "matrix_units": self.dtype != torch.float32, **options}
-        return apply_experts(x, logits, self.gate_up, self.down, chosen, **settings)
+        settings = {"activation": "silu", "matrix_units": self.dtype != torch.float32, **options}
+        routing = most_likely(logits, chosen, normalize=settings.pop("normalize", True))
+        return apply_experts(x, routing, self.gate_up, self.down, **settings)
 
     def expected(
         self, x: torch.Tensor, logits: torch.Tensor, chosen: int, normalize: bool = True, activation: str = "silu"

@@ -80,10 +80,13 @@ def randomize(model: torch.nn.Module) -> None:
             weight.add_(torch.randn_like(weight) * 0.3)
         elif "embed" in name or "lm_head" in name:
             weight.normal_(0, 2 * weight.shape[-1] ** -0.5)
-        elif any(part in name for part in ("q_proj", "k_proj", "qkv_proj")):
+        elif any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "q_b_proj", "kv_a_proj")):
             weight.normal_(0, 1.4 * weight.shape[-1] ** -0.5)
         else:
             weight.normal_(0, weight.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.3)
 
 
 def reference_logits(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
@@ -156,9 +159,31 @@ def longrope(dim: int) -> dict[str, Any]:
     }
 
 
-def moe(**fields: Any) -> Without:
-    return Without(lambda spec: dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, **fields)))
+def moe(*unused: str, **fields: Any) -> Without:
+    """unused: endings of the names of weights that are then left out."""
+    return Without(
+        lambda spec: dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, **fields)),
+        lambda names: dataclasses.replace(names, ignored=(*names.ignored, *unused)),
+    )
 
+
+def latent(**fields: Any) -> Without:
+    return Without(lambda spec: dataclasses.replace(spec, latent=dataclasses.replace(spec.latent, **fields)))
+
+
+DEEPSEEK = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-3, "num_hidden_layers": 3,
+}  # fmt: skip
+DEEPSEEK_WITHOUT = {
+    "rope": each_layer(rope=None),
+    "rotary pairs side by side": latent(paired=False),
+    "norms' own epsilon": latent(norm_eps=1e-3),
+    "shared experts": moe("gate_proj.weight", "up_proj.weight", "down_proj.weight", shared_size=0),
+    "groups of experts": moe(groups=1),
+    "routed scaling factor": moe(scale=1.0),
+}
 
 GEMMA = {"post_norms": changed(post_norms=False), "embedding scale": changed(embedding_scale=1.0)} | {
     "query scale": changed(scale=32**-0.5),
@@ -225,4 +250,23 @@ CASES = [
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1],
         "norm_topk_prob": False,
     }, {"shares as they are": moe(normalize=True), "q and k norms": changed(qk_norm=False)}),
+    Case("deepseek-v2-lite", "deepseek_v2", {
+        **DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "rope_parameters": {"rope_theta": 10000.0},
+    }, {
+        name: DEEPSEEK_WITHOUT[name] for name in ("rope", "rotary pairs side by side", "shared experts")
+    }, drop=("head_dim",)),
+    Case("deepseek-v2", "deepseek_v2", {
+        **DEEPSEEK, "q_lora_rank": 28, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5,
+        "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    }, DEEPSEEK_WITHOUT | {"yarn": NO_SCALING, "yarn's scale": changed(scale=40**-0.5)}, drop=("head_dim",)),
+    Case("deepseek-v3", "deepseek_v3", {
+        **DEEPSEEK, "q_lora_rank": 28, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+    }, DEEPSEEK_WITHOUT | {
+        "yarn's factor": each_rope(factor=1.0),
+        "yarn's scale": changed(scale=40**-0.5),
+        "sigmoid": moe(sigmoid=False),
+        "correction": moe("e_score_correction_bias", correction=False),
+        "two best of a group": moe(group_best=1),
+        "normalized shares": moe(normalize=False),
+    }, drop=("head_dim",)),
 ]  # fmt: skip

@@ -16,11 +16,11 @@ from pagemill.models.loading import load_model
 from pagemill.models.sharding import Sharding
 
 
-def load_part(exchange, folder, decoder=cpu_decoder, **settings):
+def load_part(exchange, folder, decoder=cpu_decoder, sharding=None, **settings):
     on = select_backend("cpu", 1)
     return load_model(
-        folder, device=on.device, ops=on.ops, attention=on.attention, decoder=decoder, sharding=Sharding(exchange),
-        **settings,
+        folder, device=on.device, ops=on.ops, attention=on.attention, decoder=decoder,
+        sharding=sharding or Sharding(exchange), **settings,
     )  # fmt: skip
 
 

@@ -13,8 +13,15 @@ from harness import PagedSequences, load_on
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float32", torch.int8)])
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "phi3-partial", "mixtral", "qwen3-moe"])
+KINDS = [("float32", None), ("bfloat16", None), ("float32", torch.int8)]
+LATENT_KINDS = [*KINDS[:2], ("bfloat16", "fp8")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_dtype"),
+    [(name, *kind) for name in ("llama3", "gemma3", "phi3-partial", "mixtral", "qwen3-moe") for kind in KINDS]
+    + [(name, *kind) for name in ("deepseek-v2", "deepseek-v3") for kind in LATENT_KINDS],
+)
 def test_same_bits(name, dtype, kv_dtype, tmp_path):
     case = BY_NAME[name]
     case.save(tmp_path)
@@ -29,7 +36,7 @@ def test_same_bits(name, dtype, kv_dtype, tmp_path):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3", "deepseek-v3"])
 def test_bfloat16_is_as_close_as_transformers(name, tmp_path):
     case = BY_NAME[name]
     case.save(tmp_path)

@@ -25,7 +25,7 @@ from pagemill.ops.triton_ops import TritonOps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, in the interpreter
 PROMPTS = [[(7 * at + row) % 150 + 3 for at in range(length)] for row, length in enumerate((24, 1, 5))]
-COVERING = ("llama-bias", "qwen3", "smollm3", "gemma2", "phi3-partial", "qwen3-moe")
+COVERING = ("llama-bias", "qwen3", "smollm3", "gemma2", "phi3-partial", "qwen3-moe", "deepseek-v3")
 """Families that have every feature between them, with gemma3, which runs with attention in Triton."""
 STEPS = [[(0, 20), (2, 3)], [(0, 3), (1, 1), (2, 1)], [(2, 1), (0, 1)]]
 

@@ -17,7 +17,8 @@ from pagemill.models.cpu_decoder import CpuDecoder
 from pagemill.models.decoder import Decoder, Experts
 
 BY_NAME = {case.name: case for case in CASES}
-DENSE = [case.name for case in CASES if case.name not in ("mixtral", "qwen3-moe")]
+LATENT = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
+DENSE = [case.name for case in CASES if case.name not in ("mixtral", "qwen3-moe", *LATENT)]
 
 
 def load(case, folder, dtype="float32"):

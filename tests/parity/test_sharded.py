@@ -21,7 +21,8 @@ from pagemill.errors import ConfigError
 from pagemill.executor import shared_memory
 from pagemill.executor.shared_memory import SharedExchange
 from pagemill.models.decoder import Decoder
-from pagemill.models.sharding import check_heads, cut
+from pagemill.models.sharding import Sharding, SummingLinear, check_heads, cut
+from pagemill.ops.torch_ops import TorchLinear
 
 EACH = [case.name for case in CASES]
 
@@ -165,6 +166,60 @@ def test_collectives_are_counted(name, embedding, tmp_path):
     in_layer = [heads * SIZES["head_dim"], hidden, SIZES["intermediate_size"], hidden]
     of_steps = [2 * hidden, *in_layer * layers]
     assert [sum(widths) for widths in meeting.widths] == of_steps * steps + [SIZES["vocab_size"]] * steps
+
+
+def check_sums(folder, case, ranks, **settings):
+    """Runs a model whose parts' products are added up. Returns the steps, rank 0's and the whole's results."""
+    prompts, settings = case.prompts(), settings | {"max_model_len": case.max_model_len}
+    steps = steps_of(prompts)[:6]
+    expected = run(load_on("cpu", folder, **settings).decoder, steps, prompts)
+
+    def part(exchange):
+        sharding = Sharding(exchange, exchange)
+        return run(load_part(exchange, folder, Decoder, sharding, **settings).decoder, steps, prompts)
+
+    found, meeting = on_ranks(ranks, part)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0][0], other[0], strict=True))
+    return len(steps), meeting, found[0], expected
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama3", 2), ("llama-bias", 4), ("qwen3-moe", 2)])
+def test_sums_over_parts(name, ranks, tmp_path):
+    """Two in a layer, a mixture's too, and one for the embedding; logits are gathered. Numbers are nearly the whole's,
+    and the same on all ranks."""
+    BY_NAME[name].save(tmp_path)
+    steps, meeting, found, expected = check_sums(tmp_path, BY_NAME[name], ranks, dtype="float32")
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+    layers, hidden = SIZES["num_hidden_layers"], SIZES["hidden_size"]
+    assert meeting.sums == [hidden] * (2 * layers + 1) * steps
+    assert [sum(widths) for widths in meeting.widths] == [SIZES["vocab_size"]] * steps
+
+
+def test_weights_in_few_bits_are_cut_by_outputs_and_keep_their_bits(tmp_path):
+    BY_NAME["llama3"].save(tmp_path)
+    steps, meeting, found, expected = check_sums(tmp_path, BY_NAME["llama3"], 2, dtype="float32", quantization="int8")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert len(meeting.sums) == steps  # of the embedding, where a sum has one part
+    assert len(meeting.widths) == (4 * SIZES["num_hidden_layers"] + 1) * steps
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sum_of_exact_parts_has_the_bits_of_one(ranks):
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randint(-64, 64, (24, 48), generator=random).float()
+    x = torch.randint(-64, 64, (5, 48), generator=random).float()
+
+    def work(exchange):
+        inputs = Sharding(exchange).part(48, 4)
+        part = TorchLinear(weight[:, inputs], torch.ones(24) if exchange.rank == 0 else None)
+        return SummingLinear(exchange, part)(x[:, inputs])
+
+    for found in on_ranks(ranks, work)[0]:
+        assert torch.equal(found, TorchLinear(weight, torch.ones(24))(x))
 
 
 def test_heads_that_cannot_be_shared_are_refused():

@@ -14,12 +14,14 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where threads meet. `widths` keeps what each collective of rank 0 has gathered."""
+    """Where threads meet. `widths` keeps what each collective of rank 0 has gathered, `sums` the widths of what it has
+    added up."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor | None] = [None] * size
         self.barrier = threading.Barrier(size, timeout=30)
         self.widths: list[list[int]] = []
+        self.sums: list[int] = []
 
 
 class ThreadExchange:
@@ -30,15 +32,24 @@ class ThreadExchange:
         self._meeting = meeting
 
     def all_gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        meeting = self._meeting
         assert part.shape[1] == widths[self.rank]
         if self.rank == 0:
-            meeting.widths.append([*widths])
+            self._meeting.widths.append([*widths])
+        return torch.cat(self._all(part), dim=1)
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        if self.rank == 0:
+            self._meeting.sums.append(part.shape[1])
+        first, *others = self._all(part)
+        return sum(others, first)
+
+    def _all(self, part: Tensor) -> list[Tensor]:
+        meeting = self._meeting
         meeting.parts[self.rank] = part
         meeting.barrier.wait()
-        whole = torch.cat([each for each in meeting.parts if each is not None], dim=1)
+        parts = [each for each in meeting.parts if each is not None]
         meeting.barrier.wait()
-        return whole
+        return parts
 
 
 def on_ranks(size: int, work: Callable[[ThreadExchange], T]) -> tuple[list[T], Meeting]:

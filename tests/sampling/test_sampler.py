@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reference_sampling import kept_probabilities, modified_logits
 
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
-from pagemill.sampling.kernels import Choices, SamplingKernels
+from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Choices, DeviceChoices, SamplingKernels
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.random import sequence_seed, uniform
 from pagemill.sampling.sampler import Sampler
@@ -142,6 +142,16 @@ def test_inverse_cdf_is_exact(data):
     for row, token in enumerate(tokens):
         low = sums[row, token - 1] if token else 0.0
         assert low - 1e-5 <= u[row] <= sums[row, token] + 1e-5
+
+
+@pytest.mark.parametrize("vocab", [256, 600])
+def test_rows_that_are_not_finite_are_told_when_others_are_drawn(vocab: int) -> None:
+    logits = torch.zeros(4, vocab)
+    logits[0, 3], logits[1, vocab - 1], logits[2] = torch.nan, torch.inf, -torch.inf
+    choices = DeviceChoices(*map(torch.from_numpy, Choices.argmax(4)._replace(temperature=np.ones(4, np.float32))))
+    tokens = TorchSamplingKernels().choose_on_device(logits, choices).tolist()
+    assert tokens[:3] == [NOT_FINITE, NOT_FINITE, ALL_FORBIDDEN]
+    assert 0 <= tokens[3] < vocab
 
 
 # --- what changes logits ---

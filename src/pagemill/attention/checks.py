@@ -10,17 +10,18 @@ from pagemill.ops.quantized import check_contiguous
 
 
 def check_write(
-    key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+    key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
 ) -> None:
     """Raises ValueError for shapes, strides and dtypes that `AttentionBackend.write` does not take, TypeError where key
     and value have different dtypes."""
     tokens, (kv_heads, _, head_dim) = slots.shape[0], cache.block_shape
-    expected = (tokens, kv_heads, head_dim)
-    if key.shape != expected or value.shape != expected or key.stride(2) != 1 or value.stride(2) != 1:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, last dimension contiguous"
-        )
-    if value.dtype != key.dtype:
+    if (value is None) != cache.values_in_keys:
+        raise ValueError("a value is given where, and only where, the cache's values do not lie in its keys")
+    for name, given, dim in (("key", key, head_dim), ("value", value, cache.value_dim)):
+        expected = (tokens, kv_heads, dim)
+        if given is not None and (given.shape != expected or given.stride(2) != 1):
+            raise ValueError(f"{name} is {tuple(given.shape)}; it must be {expected}, last dimension contiguous")
+    if value is not None and value.dtype != key.dtype:
         raise TypeError(f"key is {key.dtype} and value {value.dtype}; they must be equal")
     check_contiguous("slots", slots, torch.int64, (tokens,))
     if remainder_slots is not None:

@@ -29,9 +29,10 @@ class CpuAttention:
         go."""
 
     def write(
-        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+        self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
         check_write(key, value, cache, slots, remainder_slots)
+        value = key if value is None else value
         self.native(cache).write(
             key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
             dtype_code(key), slots.data_ptr(), 0 if remainder_slots is None else remainder_slots.data_ptr(),
@@ -66,7 +67,7 @@ class CpuAttention:
             0 if remainders is None else remainders.tables.data_ptr(),
             0 if remainders is None else remainders.tables.stride(0), of_group.precise, self.share_prefixes,
         )  # fmt: skip
-        return output, lse
+        return output[..., : cache.value_dim], lse
 
     def native(self, cache: LayerCache) -> _kernels.Cache:
         """Returns the cache as the kernels take it, made once."""
@@ -83,6 +84,8 @@ _FLOAT8 = {torch.float8_e4m3fn: 5, torch.float8_e5m2: 6}
 
 
 def _native(cache: LayerCache) -> _kernels.Cache:
+    if cache.values_in_keys:  # kernels take values as wide as keys; `attend` leaves out what is too much
+        cache = LayerCache(cache.key, cache.key)
     float8 = _FLOAT8.get(cache.key.dtype)
     if float8 is None:
         return _kernels.Cache(*cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -12,8 +13,9 @@ from torch import Tensor
 
 class LayerCache(NamedTuple):
     """Holds one layer's keys and values in the device pool, as views [frames, kv_heads, block_size, elements of a
-    head]. Where n lie side by side (see `KVLayout`), keys are [frames, kv_heads, block_size, elements / n, n] and
-    values [frames, kv_heads, block_size / n, n, elements].
+    head]. Values may be narrower than keys, if they are the first numbers of these (`values_in_keys`). Where n lie side
+    by side (see `KVLayout`), keys are [frames, kv_heads, block_size, elements / n, n] and values
+    [frames, kv_heads, block_size / n, n, elements].
 
     Strides are the layout's: any order of dimensions in memory is allowed, also a different one for K and V.
     int8 elements are multiples of their token's scale, fp32 [frames, kv_heads, block_size]. uint8 elements are two
@@ -33,9 +35,19 @@ class LayerCache(NamedTuple):
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """(kv_heads, block_size, head_dim)"""
-        packed = 2 if self.value.dtype == torch.uint8 else 1
-        return self.key.shape[1], self.key.shape[2], self.value.shape[-1] * packed
+        """(kv_heads, block_size, head_dim), the last of keys."""
+        packed = 2 if self.key.dtype == torch.uint8 else 1
+        return self.key.shape[1], self.key.shape[2], math.prod(self.key.shape[3:]) * packed
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value."""
+        return self.value.shape[-1] * (2 if self.value.dtype == torch.uint8 else 1)
+
+    @property
+    def values_in_keys(self) -> bool:
+        """True if a value is the first numbers of its key, stored once."""
+        return self.value.data_ptr() == self.key.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,13 @@ def join_remainders(groups: Sequence[GroupBatch], remainders: int, precise: int)
     return tuple(replace(group, remainders=rest, precise=precise) for group, rest in pairs)
 
 
+class HostLengths(NamedTuple):
+    """Holds the lengths of a step's rows on the host, int32 [rows]: query tokens, and keys up to the last of them."""
+
+    query: Tensor
+    context: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Describes a step's rows, the same for all layers. Query tokens lie one row after the other.
@@ -72,6 +91,7 @@ class AttentionBatch:
     positions    int64 [tokens]    position of each query token in its sequence
     groups       by layer group
     max_query_len, max_context_len: maxima over rows, on the host
+    host         lengths on the host; None where they are not known to it, as in a step that is captured once for many
     """
 
     query_start: Tensor
@@ -80,6 +100,7 @@ class AttentionBatch:
     groups: tuple[GroupBatch, ...]
     max_query_len: int
     max_context_len: int
+    host: HostLengths | None = None
 
 
 class AttentionBackend(Protocol):
@@ -94,10 +115,12 @@ class AttentionBackend(Protocol):
     """True if `write` or `attend` waits for the device, so that no CUDA graph can hold it."""
 
     def write(
-        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+        self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
-        """Writes key, value [tokens, kv_heads, head_dim] to their slots, converted to the cache's dtype; and what that
-        leaves out to slots of remainders, if they are given (4-bit caches only).
+        """Writes key [tokens, kv_heads, head_dim] and value [tokens, kv_heads, value_dim] to their slots, converted to
+        the cache's dtype; and what that leaves out to slots of remainders, if they are given (4-bit caches only).
+
+        value: None where values lie in keys.
 
         What a slot holds then depends on its own token only.
         """
@@ -122,8 +145,8 @@ class AttentionBackend(Protocol):
         A query at position p of row r attends to keys max(p - window + 1, key_start[r]) .. min(p, key_end[r] - 1).
         Where the group has remainders, keys and values from p - precise + 1 on are those of the slot plus these.
         soft_cap c: scores become c * tanh(score / c) before the mask. Scores and sums are fp32.
-        Returns the output, in the query's dtype and shape, and on request the log-sum-exp fp32 [tokens, heads]
-        (-inf where nothing was attended; the output is 0 there).
+        Returns the output [tokens, heads, value_dim], in the query's dtype, and on request the log-sum-exp fp32
+        [tokens, heads] (-inf where nothing was attended; the output is 0 there).
         """
 
 

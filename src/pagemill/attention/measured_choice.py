@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, LayerCache
+from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
 from pagemill.attention.support import AttentionNeeds
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ def time_attention(backend: AttentionBackend, needs: AttentionNeeds, device: tor
     frames = DECODE_ROWS * entries
     shape = (frames, kv_heads, block_size, needs.head_dim)
     dtype = getattr(torch, needs.kv_format)
-    key, value = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    key = torch.zeros(shape, dtype=dtype, device=device)
+    value = torch.zeros_like(key) if needs.value_dim is None else key[..., : needs.value_dim]
     cache = LayerCache(key, value)
     tables = torch.randperm(frames, device=device, dtype=torch.int32).view(DECODE_ROWS, entries)
     total = 0.0
@@ -98,6 +99,7 @@ def time_attention(backend: AttentionBackend, needs: AttentionNeeds, device: tor
             groups=(GroupBatch(tables[:rows], torch.full((tokens,), -1, device=device)),),
             max_query_len=queries,
             max_context_len=keys,
+            host=HostLengths(*(torch.full((rows,), length, dtype=torch.int32) for length in (queries, keys))),
         )
         query = torch.randn(tokens, needs.heads, needs.head_dim, device=device).to(needs.dtype)
         took = []

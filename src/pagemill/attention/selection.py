@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from pagemill.attention.flash_attn_backend import FlashAttention, FlashAttnLibrary, flash_attn_libraries
+from pagemill.attention.flash_attn_backend import flash_attn_libraries
+from pagemill.attention.flashinfer_backend import flashinfer_libraries
 from pagemill.attention.interface import AttentionBackend
+from pagemill.attention.library_backend import AttentionLibrary, LibraryAttention
 from pagemill.attention.support import NO_GPU, AttentionNeeds, Support
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
@@ -16,7 +19,7 @@ from pagemill.ops.triton_driver import triton_refusal
 
 logger = logging.getLogger(__name__)
 
-TRITON_SUPPORT = Support(least_capability=(7, 5))
+TRITON_SUPPORT = Support(unequal_widths=False, least_capability=(7, 5))
 TORCH_SUPPORT = Support()
 
 
@@ -50,15 +53,20 @@ def candidates(needs: AttentionNeeds) -> list[Candidate]:
 
         return TritonAttention(capability)
 
-    def flash_attention(library: FlashAttnLibrary) -> AttentionBackend:
-        return FlashAttention(library, rest())
+    def with_rest(library: AttentionLibrary[Any]) -> AttentionBackend:
+        return LibraryAttention(library, rest())
 
     found = [Candidate("triton", TRITON_SUPPORT, rest, no_triton)]
-    libraries = [] if capability is None else flash_attn_libraries()
-    found.extend(Candidate("flash_attn", each.support, partial(flash_attention, each)) for each in libraries)
-    if not libraries:
-        missing = NO_GPU if capability is None else "flash-attn is missing; install pagemill[flash-attn]"
-        found.append(Candidate("flash_attn", Support(), TorchAttention, missing))
+    for name, package, installed in (
+        ("flash_attn", "flash-attn", flash_attn_libraries),
+        ("flashinfer", "flashinfer-python", flashinfer_libraries),
+    ):
+        libraries: Sequence[AttentionLibrary[Any]] = [] if capability is None else installed()
+        found.extend(Candidate(name, each.support, partial(with_rest, each)) for each in libraries)
+        if not libraries:
+            extra = name.replace("_", "-")
+            missing = NO_GPU if capability is None else f"{package} is missing; install pagemill[{extra}]"
+            found.append(Candidate(name, Support(), TorchAttention, missing))
     found.append(Candidate("torch", TORCH_SUPPORT, TorchAttention))
     return found
 

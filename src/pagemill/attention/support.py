@@ -15,7 +15,8 @@ class AttentionNeeds:
     """States what a model, its cache and its device ask of attention.
 
     dtype: of queries. kv_format: the cache's name. heads, kv_heads: of one rank. capability: the GPU's; None on CPU.
-    windows: of the layer groups; None: no window.
+    windows: of the layer groups; None: no window. value_dim: of values that are the first numbers of their keys; None:
+    values are as wide as keys, and lie beside them.
     """
 
     dtype: torch.dtype
@@ -27,12 +28,14 @@ class AttentionNeeds:
     windows: tuple[int | None, ...]
     soft_cap: float | None
     capability: tuple[int, int] | None
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
     """States what a backend takes. None: anything.
 
+    unequal_widths: whether values may be narrower than keys.
     windows: whether it slides windows of more than a block over the keys. same_format: whether queries and cache must
     have one dtype.
     """
@@ -41,6 +44,7 @@ class Support:
     kv_formats: tuple[str, ...] | None = None
     block_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | range | None = None
+    unequal_widths: bool = True
     windows: bool = True
     soft_cap: bool = True
     same_format: bool = False
@@ -74,6 +78,10 @@ class Support:
             else:
                 sizes = _listed(map(str, self.head_dims))
             return f"it takes heads of {sizes} dimensions, not {needs.head_dim}"
+        if not self.unequal_widths and needs.value_dim is not None:
+            return (
+                f"it takes values beside keys, as wide as these, and the model's lie in keys ({needs.value_dim} wide)"
+            )
         if not self.windows and any(window is not None for window in needs.windows):
             return "it has no sliding windows, and the model has"
         if not self.soft_cap and needs.soft_cap is not None:

@@ -50,9 +50,10 @@ class TorchAttention:
         """The results of `_tokens_to_write` by a step's slots, one tensor per layer group."""
 
     def write(
-        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+        self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
         tokens = self._tokens_to_write(slots)
+        value = key[..., : cache.value_dim] if value is None else value
         if tokens is not None:
             key, value, slots = key[tokens], value[tokens], slots[tokens]
             remainder_slots = None if remainder_slots is None else remainder_slots[tokens]
@@ -100,7 +101,7 @@ class TorchAttention:
         kv_heads, block_size, head_dim = cache.block_shape
         heads, rotated = query.shape[1], cache.key.dtype == torch.uint8
         of_group = batch.groups[group]
-        output = torch.zeros_like(query)
+        output = query.new_zeros(*query.shape[:2], cache.value_dim)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device) if return_lse else None
         for rows, tokens, query_len, context in self._parts(batch, heads, head_dim):
             frames = of_group.tables[rows, : -(-context // block_size)].clamp_min(0).long()
@@ -140,7 +141,7 @@ class TorchAttention:
             if of_group.remainders is not None:
                 latest = weights.masked_fill(~precise[:, None, None], 0)
                 out = out + latest.view(count, kv_heads, -1, len(keys)) @ more_values
-            out = out.view(count, heads, query_len, head_dim).transpose(1, 2)
+            out = out.view(count, heads, query_len, cache.value_dim).transpose(1, 2)
             output[tokens] = out.to(output.dtype)
             if lse is not None:
                 lse[tokens] = part_lse.view(count, heads, query_len).transpose(1, 2)

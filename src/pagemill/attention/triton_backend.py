@@ -107,10 +107,12 @@ class TritonAttention:
         self._major, self._native_e4m3 = capability[0], capability >= (8, 9)
 
     def write(
-        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+        self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
         kv_heads, block_size, head_dim = _block_shape(cache)
         check_write(key, value, cache, slots, remainder_slots)
+        if value is None:
+            raise ValueError("values that lie in keys are not written by these kernels")
         tokens = slots.shape[0]
         if not tokens:
             return

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagemill.attention.interface import HostLengths
 from pagemill.errors import KVMemoryError
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import DeviceRows
@@ -17,16 +18,16 @@ from pagemill.executor.graphs import Shape
 from pagemill.executor.rows import Rows
 from pagemill.executor.staging import Place, lay, places_of
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS
+from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS, STAGED
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
-from pagemill.kvcache.transfers import BATCH_BYTES
+from pagemill.kvcache.transfers import BATCH_BYTES, PIECE_BYTES
 from pagemill.sampling.kernels import Choices
 
-TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES
-"""Memory through which frames are copied, and blocks leave the device."""
+TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES + STAGED * PIECE_BYTES
+"""Memory through which frames are copied, and blocks leave the device and come to it."""
 
-RunOver = Callable[[DeviceRows, DevicePool, Tensor, Sequence[Place], Shape], Tensor]
-"""Runs a step of these rows over a pool; the rest is what `RunStep` takes."""
+RunOver = Callable[[DeviceRows, DevicePool, Tensor, Sequence[Place], Shape, HostLengths], Tensor]
+"""Runs a step of these rows, whose lengths are the last argument, over a pool; the rest is what `RunStep` takes."""
 
 
 class LargestStep(NamedTuple):
@@ -80,7 +81,8 @@ def activation_peak(
         shape = Shape(
             largest.tokens, int(query_lens.max()), longest, largest.samples, picks=True, draws=True, truncates=truncates
         )
-        return device.peak(lambda: run(there, pool, memory, places, shape))
+        lengths = HostLengths(torch.from_numpy(query_lens), torch.full((count,), longest, dtype=torch.int32))
+        return device.peak(lambda: run(there, pool, memory, places, shape, lengths))
 
 
 @contextmanager

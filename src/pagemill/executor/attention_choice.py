@@ -39,6 +39,7 @@ def gpu_attention(
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
+        value_dim=None if spec.latent is None else spec.value_dim,
         windows=tuple(dict.fromkeys(layer.window for layer in spec.layers)),
         soft_cap=spec.attention_soft_cap,
         # ROCm's numbers mean other GPUs.

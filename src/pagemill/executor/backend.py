@@ -67,7 +67,7 @@ def select_backend(name: str, num_threads: int | None = None, attention: str = "
     attention: as in EngineConfig; what a GPU attends with follows from the model too (see `gpu_attention`).
     Raises ConfigError for a device that is not there, for attention that CPUs do not have, and as `cpu_backend` does.
     """
-    device = _device(name)
+    device = find_device(name)
     if device.type != "cpu":
         return cuda_backend(device)
     if attention not in ("auto", "torch"):
@@ -107,7 +107,8 @@ def cuda_backend(device: torch.device) -> Backend:
     )
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Returns the device of a setting. Raises ConfigError for one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -13,10 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.attention.interface import AttentionBatch, GroupBatch, join_remainders
+from pagemill.attention.interface import AttentionBatch, GroupBatch, HostLengths, join_remainders
 from pagemill.executor.rows import Rows
 from pagemill.memory.work import MemoryWork
 from pagemill.scheduling.step_plan import StepPlan
+
+EDIT_ARRAYS = 4
+"""How many arrays `Edits.take` returns."""
 
 
 class Edits:
@@ -70,6 +73,7 @@ class Queries(NamedTuple):
 
     rows, starts int32 [n]; query_start int32 [n + 1]. tokens: how many there are; they may be more than
     query_start[n]: what lies behind is of nobody. longest_query, longest_context: at least the maxima over rows.
+    host: the rows' lengths, where the host knows them.
     """
 
     rows: Tensor
@@ -78,6 +82,7 @@ class Queries(NamedTuple):
     tokens: int
     longest_query: int
     longest_context: int
+    host: HostLengths | None = None
 
 
 class DeviceRows:
@@ -114,7 +119,7 @@ class DeviceRows:
     def inputs(self, queries: Queries) -> tuple[Tensor, AttentionBatch]:
         """Returns the tokens, int64 [tokens], and what attention needs of them. Rows behind whose last query token
         others stand have no query and no context."""
-        rows, starts, query_start, tokens, longest_query, longest_context = queries
+        rows, starts, query_start, tokens, longest_query, longest_context, host = queries
         size, of_rows = self._host.block_size, rows.long()
         lens = query_start[1:] - query_start[:-1]
         if longest_query == 1 and tokens == len(rows):
@@ -136,5 +141,6 @@ class DeviceRows:
             groups=join_remainders(parts, self._host.num_remainders, self._host.precise),
             max_query_len=longest_query,
             max_context_len=longest_context,
+            host=host,
         )
         return self.tokens.view(-1)[of_tokens * self.tokens.shape[1] + positions].long(), batch

@@ -14,25 +14,22 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pagemill.errors import DeviceLostError, EngineDeadError, NonFiniteLogitsError
-from pagemill.executor.activation_peak import TRANSFER_BYTES, LargestStep, activation_peak
+from pagemill.executor.activation_peak import LargestStep
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
-from pagemill.executor.device_rows import DeviceRows, Edits, Queries
+from pagemill.executor.device_rows import Edits
+from pagemill.executor.device_steps import DeviceSteps, Together
 from pagemill.executor.draft_source import DraftSource
-from pagemill.executor.graphs import Graphs, Shape, budget
+from pagemill.executor.graphs import Shape
 from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
 from pagemill.executor.local import LocalExecutor
-from pagemill.executor.staging import Array, Place, Ring, Slot
+from pagemill.executor.staging import Place, Ring, Slot
 from pagemill.executor.step_arrays import padded_arrays, step_arrays
-from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
-from pagemill.sampling.kernels import DeviceChoices
-from pagemill.sampling.torch_kernels import TorchSamplingKernels
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 
@@ -55,6 +52,7 @@ class GpuExecutor(LocalExecutor):
     """Implements `Executor` on a `Device`. enforce_eager: no decode steps are captured as graphs.
 
     largest_step: is run once, and what steps need counts as used memory from then on; None: nothing is measured.
+    together: joins the device with others; see `DeviceSteps`.
     If a step fails, those submitted after it, which stand on its tokens, fail too, until it has been collected.
     Raises KVMemoryError if the largest step has too little memory.
     """
@@ -72,39 +70,27 @@ class GpuExecutor(LocalExecutor):
         draft: DraftSource | None = None,
         enforce_eager: bool = False,
         largest_step: LargestStep | None = None,
+        together: Together | None = None,
     ) -> None:
         facts = replace(facts, overlaps=True, counts_steps=largest_step is not None)
         super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, draft)
-        assert isinstance(backend.sampling, TorchSamplingKernels), "only these choose on the device"
-        self._sampling = backend.sampling
         self._accelerator = device
-        self._there = DeviceRows(self.rows, device.where)
+        self._steps = DeviceSteps(device, self, backend, max_num_seqs, facts.max_model_len, enforce_eager, together)
         self._edits = Edits(self.rows)
         self._ring = Ring(device, max_num_seqs)
         self._flights: deque[Flight] = deque()
         self._seats = np.zeros(max_num_seqs, np.int64)
-        waits = decoder.waits or decoder.attention.waits
-        self._graphs = None if enforce_eager or waits else Graphs(device, self._step, max_num_seqs, facts.max_model_len)
         self._failed: Exception | None = None
         """Why a step that was submitted, and has not been collected, failed."""
-        decoder.reach(facts.max_model_len)  # nothing that steps use moves afterwards
-        self._steps_bytes = 0 if largest_step is None else self._measure(largest_step)
-        """Memory that steps need, and is not the pool's."""
+        if largest_step is not None:
+            self.measure(largest_step)
 
-    def _measure(self, largest: LargestStep) -> int:
-        """Returns the bytes that steps, graphs and transfers need."""
-        truncates, longest = self._sampling.truncates_on_device, self.facts.max_model_len
-        peak = activation_peak(
-            self._accelerator, self._step_over, self._shape, self._layout, longest, largest, truncates
-        )
-        graphs = 0 if self._graphs is None else budget(self._accelerator.memory().free)
-        return peak + graphs + TRANSFER_BYTES
+    def measure(self, largest: LargestStep) -> None:
+        """Measures what the largest step needs beside the pool."""
+        self._steps.measure(largest, self._shape)
 
     def memory(self) -> ExecutorMemory:
-        free, total = self._accelerator.memory()
-        if self._steps_bytes:
-            free -= max(0, self._steps_bytes - self._accelerator.idle())
-        return ExecutorMemory(max(0, free), total)
+        return self._steps.memory()
 
     def apply(self, plan: StepPlan) -> list[int]:
         self._seats[[new.row for new in plan.new_rows]] += 1
@@ -136,8 +122,7 @@ class GpuExecutor(LocalExecutor):
     def resize(self, num_frames: int) -> None:
         self._accelerator.synchronize()  # steps under way may use frames that go
         super().resize(num_frames)
-        if self._graphs is not None:
-            self._graphs.clear()
+        self._steps.clear()
 
     def _runs_ahead(self, plan: StepPlan) -> bool:
         """Returns whether a plan's rows need nothing of the host until their tokens are there."""
@@ -145,7 +130,7 @@ class GpuExecutor(LocalExecutor):
             self.draft is None
             and not (len(plan.draft_tokens) or len(plan.prompt_logprobs) or len(plan.pooled))
             and not self.rows.adapter_numbers[plan.rows].any()
-            and self.sampler.samples_on_device(plan.sample_to, truncated=self._sampling.truncates_on_device)
+            and self.sampler.samples_on_device(plan.sample_to, truncated=self._steps.truncates)
         )
 
     def _run_here(self, plan: StepPlan) -> StepResult:
@@ -176,16 +161,16 @@ class GpuExecutor(LocalExecutor):
             truncates=choices.truncate,
         )
         decodes = shape.longest_query == 1 and len(rows) > 0 and not plan.forks
-        padded = self._graphs.padded(shape) if decodes and self._graphs is not None else None
-        written = self._there.place(rows, ends[plan.sample_from])
+        padded = self._steps.padded(shape) if decodes else None
+        written = self._steps.rows.place(rows, ends[plan.sample_from])
         if padded is None:
             places, arrays = np.arange(len(rows), dtype=np.int32), step_arrays(plan, written, choices)
         else:
-            places, nobody, nowhere = plan.sample_from, self._there.nobody, self._there.nowhere
+            places, nobody, nowhere = plan.sample_from, self._steps.rows.nobody, self._steps.rows.nowhere
             arrays = padded_arrays(plan, written, choices, padded.tokens, nobody, nowhere)
         slot = self._ring.take()
         try:
-            self._give(slot, arrays, shape, padded)
+            self.give(slot, slot.stage([*arrays, *self._edits.take()]), shape, padded)
             slot.download(int(places.max(initial=-1)) + 1)
         except BaseException:
             self._accelerator.synchronize()  # it may still read what the slot holds
@@ -196,39 +181,13 @@ class GpuExecutor(LocalExecutor):
         self._flights.append(flight)
         return flight
 
-    def _give(self, slot: Slot, arrays: list[Array], shape: Shape, padded: Shape | None) -> None:
+    def give(self, slot: Slot, places: Sequence[Place], shape: Shape, padded: Shape | None) -> None:
         """Has the device take a step's arrays, with the edits that it has not got yet, and run it."""
-        memory, places = slot.upload([*arrays, *self._edits.take()])
-        of_step, of_edits = places[: len(arrays)], places[len(arrays) :]
-        self._there.edit(*(place.of(memory) for place in of_edits))
+        memory = self._steps.take(slot, places)
         self._edits.clear()
-        if padded is not None and self._graphs is not None:
-            tokens = self._graphs.run(memory, of_step, padded)
-        else:
-            tokens = self._step(memory, of_step, shape)
+        tokens = self._steps.run(slot, memory, places, shape, padded)
         if len(tokens):
             slot.results[: len(tokens)].copy_(tokens)
-
-    def _step(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Tensor:
-        """Runs a step whose arrays lie there. Returns the sampled tokens, int32 [samples]."""
-        return self._step_over(self._there, self.pool, memory, places, shape)
-
-    def _step_over(
-        self, there: DeviceRows, pool: DevicePool, memory: Tensor, places: Sequence[Place], shape: Shape
-    ) -> Tensor:
-        """Runs a step of these rows over this pool."""
-        rows, starts, query_start, last, written, *choices = (place.of(memory) for place in places)
-        queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context)
-        token_ids, batch = there.inputs(queries)
-        hidden = self.decoder.forward(token_ids, batch, pool)
-        if not shape.samples:
-            return rows[:0]
-        logits = self.decoder.logits(hidden[last] if shape.picks else hidden)
-        tokens = self._sampling.choose_on_device(
-            logits, DeviceChoices(*choices) if shape.draws else None, truncate=shape.truncates
-        )
-        there.write(written, tokens)
-        return tokens
 
     def _land(self, flight: Flight) -> StepResult:
         """Waits for a step's tokens, and returns its result."""
@@ -254,7 +213,7 @@ class GpuExecutor(LocalExecutor):
         flight.result = StepResult(accepted, [None] * len(accepted), failed)
         return flight.result
 
-    def _lost(self, error: Exception) -> DeviceLostError | None:
+    def _lost(self, error: Exception) -> EngineDeadError | None:
         """Returns what an error of a step means if the device does no more work; None if it does."""
         if isinstance(error, RuntimeError):
             try:

@@ -79,11 +79,21 @@ class Graphs:
     """Captures and launches decode steps of up to `rows` rows and contexts of up to `context` tokens.
 
     run: what is captured.
+    agree: told whether a step has been captured here, says whether it counts: on all of several devices that work as
+        one, whose joint work must be captured everywhere or nowhere. Only one of them asks what is `padded`.
     """
 
-    def __init__(self, device: Device, run: RunStep, rows: int, context: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        run: RunStep,
+        rows: int,
+        context: int,
+        agree: Callable[[bool], bool] = lambda captured: captured,
+    ) -> None:
         self._device = device
         self._run = run
+        self._agree = agree
         self._sizes, self._contexts = batch_sizes(rows), context_lengths(context)
         self._captured: dict[Shape, DecodeGraph] = {}
         self._seen: Counter[Shape] = Counter()
@@ -104,7 +114,7 @@ class Graphs:
         if shape in self._captured:
             return shape
         self._seen[shape] += 1
-        return shape if self._seen[shape] > WORTH_IT and not self._full else None
+        return shape if self._seen[shape] > WORTH_IT and self._has_room() else None
 
     def run(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Tensor:
         """Runs a step that was padded to `shape`, as a graph if there is one or can be. Returns what `RunStep` does:
@@ -121,24 +131,33 @@ class Graphs:
         self._captured.clear()
         self._bytes = 0
 
+    def _has_room(self) -> bool:
+        """Returns whether one more step is to be captured; False from then on for all."""
+        if not self._full and self._bytes > budget(self._device.memory().free + self._bytes):
+            self._full = True
+            logger.info("%d graphs of decode steps take %d MiB; no more are captured", len(self), self._bytes >> 20)
+        return not self._full
+
     def _capture(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> DecodeGraph | None:
-        """Captures a step; None, from then on for all, where that fails or takes more memory than there is for it."""
+        """Captures a step; None, from then on for all, where that fails."""
         if self._full:
             return None
         arrays = memory[: places[-1].begin + places[-1].nbytes].clone()
-        if self._bytes > budget(self._device.memory().free + self._bytes):
+        captured = self._try(lambda: self._run(arrays, places, shape))
+        if not self._agree(captured is not None) or captured is None:
             self._full = True
-            logger.info("%d graphs of decode steps take %d MiB; no more are captured", len(self), self._bytes >> 20)
-            return None
-        try:
-            captured = self._device.capture(lambda: self._run(arrays, places, shape))
-        except Exception as error:  # of torch, or of Triton, whose kernel for this shape may take too much of the GPU
-            self._device.synchronize()
-            self._full = True
-            logger.warning("decode steps run without CUDA graphs, more slowly: %s", error)
             return None
         self._bytes += captured.nbytes
         known = self._captured[shape] = DecodeGraph(captured, arrays)
         what = "drawn" if shape.draws else "greedy"
         logger.info("captured %s decode steps of %d rows, contexts of %d", what, shape.tokens, shape.longest_context)
         return known
+
+    def _try(self, run: Callable[[], Tensor]) -> Captured | None:
+        """Captures what `run` does, if the device can."""
+        try:
+            return self._device.capture(run)
+        except Exception as error:  # of torch, or of Triton, whose kernel for this shape may take too much of the GPU
+            self._device.synchronize()
+            logger.warning("decode steps run without CUDA graphs, more slowly: %s", error)
+            return None

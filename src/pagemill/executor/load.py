@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from pagemill.config import EngineConfig
 from pagemill.executor.activation_peak import LargestStep
 from pagemill.executor.backend import Backend
@@ -12,10 +14,12 @@ from pagemill.executor.gpu_executor import GpuExecutor
 from pagemill.executor.interface import ExecutorFacts
 from pagemill.executor.load_drafting import load_drafting
 from pagemill.executor.local import LocalExecutor
+from pagemill.executor.rank_devices import check_alike, config_of_rank, transport_of
 from pagemill.executor.ranks import Ranks
-from pagemill.executor.sharded_frames import RecordParts
+from pagemill.executor.record_parts import RecordParts
 from pagemill.executor.share import Progress, Share, frame_shape, load_share
 from pagemill.executor.tensor_parallel import TensorParallelExecutor
+from pagemill.executor.tensor_parallel_gpu import TensorParallelGpuExecutor
 from pagemill.kvcache.layout import FrameShape
 from pagemill.machine import usable_cores
 from pagemill.models.loading.adapter import AdapterLoader
@@ -36,7 +40,7 @@ def open_executor(
     Raises `ModelLoadError` and `ConfigError` children, `StaleKernelsError`.
     """
     if config.tensor_parallel_size > 1:
-        return _open_ranks(config, progress)
+        return _open_ranks(config, progress, backend, device)
     share = load_share(config, backend=backend, progress=progress)
     backend, model, _, shape, _ = share
     speculation = config.speculative_config
@@ -73,23 +77,39 @@ def _largest_step(config: EngineConfig, max_model_len: int) -> LargestStep | Non
     return LargestStep(tokens, config.max_num_seqs if config.speculative_config is None else tokens)
 
 
-def _open_ranks(config: EngineConfig, progress: Progress | None) -> TensorParallelExecutor:
-    """Loads a model in parts, each in a process of its own but for this one's."""
+def _open_ranks(
+    config: EngineConfig, progress: Progress | None, backend: Backend | None, device: Device | None
+) -> TensorParallelExecutor:
+    """Loads a model in parts, each in a process of its own but for this one's, and on a GPU of its own if it runs on
+    GPUs."""
     size = config.tensor_parallel_size
     num_threads = config.num_threads or max(1, usable_cores() // size)
-    ranks = Ranks(config, num_threads)
+    transport, own = transport_of(config, device), config
+    if transport == "nccl":
+        own, device = config_of_rank(config, 0), CudaDevice(torch.device("cuda", 0))
+    ranks = Ranks(config, num_threads, transport)
     try:
-        sharding = Sharding(ranks.exchange)
-        share = load_share(config, sharding, num_threads, progress=progress)
-        ranks.connect()
+        sharding = Sharding(ranks.exchange, None if transport is None else ranks.group)
+        share = load_share(own, sharding, num_threads, backend, progress)
+        check_alike([share.backend.attention.name, *ranks.connect()])
+        return _over_ranks(config, share, ranks, num_threads, device)
     except BaseException:
         ranks.close()
         raise
-    spec, groups = share.model.spec, share.model.decoder.groups
-    whole = frame_shape(spec, groups, config.block_size, share.kv)
-    facts = _facts(config, share, whole, size * share.backend.layout(share.shape, 1).frame_bytes)
-    facts = replace(facts, description=f"{facts.description}, in {size} parts of {num_threads} threads each")
-    return TensorParallelExecutor(
+
+
+def _over_ranks(
+    config: EngineConfig, share: Share, ranks: Ranks, num_threads: int, device: Device | None
+) -> TensorParallelExecutor:
+    """Returns the executor over ranks that are connected. device: rank 0's, if its work is asynchronous."""
+    size, spec, layout = config.tensor_parallel_size, share.model.spec, share.backend.layout
+    whole = frame_shape(spec, share.model.decoder.groups, config.block_size, share.kv)
+    facts = _facts(config, share, whole, size * layout(share.shape, 1).frame_bytes)
+    each = f"{num_threads} threads" if device is None else "a device"
+    facts = replace(facts, description=f"{facts.description}, in {size} parts of {each} each")
+    if device is not None:  # sums over parts are rounded in another order for every number of these
+        facts = replace(facts, numerics=f"{facts.numerics},{size} parts")
+    common = (
         share.model.decoder,
         share.backend,
         facts,
@@ -98,9 +118,13 @@ def _open_ranks(config: EngineConfig, progress: Progress | None) -> TensorParall
         lambda: Tokenizer.load(config).to_json(),
         _adapter_loader(config, share),
         ranks,
-        RecordParts(whole, share.shape, kv_heads_of(spec, size)),
-        size * share.mapped_bytes,
+        RecordParts(whole, share.shape, kv_heads_of(spec, size), layout),
     )
+    if device is None:
+        return TensorParallelExecutor(*common, size * share.mapped_bytes)
+    assert ranks.group is not None
+    largest = _largest_step(config, facts.max_model_len)
+    return TensorParallelGpuExecutor(*common, device, ranks.group, config.enforce_eager, largest)
 
 
 def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: int) -> ExecutorFacts:

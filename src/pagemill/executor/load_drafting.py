@@ -14,7 +14,7 @@ from pagemill.executor.draft_model import DraftLayers, DraftModel
 from pagemill.executor.draft_source import DraftSource
 from pagemill.executor.interface import DraftFacts
 from pagemill.executor.medusa_drafts import MedusaDrafts
-from pagemill.executor.share import Share
+from pagemill.executor.share import Share, frame_shape
 from pagemill.hub import resolve_model
 from pagemill.kvcache.kv_format import KVFormat
 from pagemill.kvcache.layer_groups import add_full_layers, group_layers
@@ -67,7 +67,7 @@ def _load_draft_model(config: EngineConfig, speculation: SpeculativeConfig, path
     """Loads a draft model. Raises as `load_model` does, and ConfigError for one that cannot draft for the model."""
     backend, model, kv, shape, _ = share
     draft = _open_draft_model(config, path, share)
-    _check_draft_format(kv, draft.spec.head_dim)
+    _check_draft_format(kv, draft.spec)
     layers = place_layers(backend.layout, shape, draft.spec)
     facts = DraftFacts(draft.spec.cost_beside(model.spec), most=None, takes_in=True)
     source = DraftModel(draft.decoder, layers)
@@ -120,8 +120,7 @@ def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedM
 def place_layers(layout: LayoutMaker, shape: FrameShape, draft: DecoderSpec) -> DraftLayers:
     """Returns where the layers of a draft model go, beside those of the model that has frames of this shape: as many in
     a place of a frame as fit. Raises ConfigError if not even one does."""
-    dim = draft.head_dim
-    own = replace(shape, kv_heads=draft.num_kv_heads, key_dim=dim, value_dim=dim, groups=group_layers([None]))
+    own = frame_shape(draft, group_layers([None]), shape.block_size, shape.format)
     room, needed = layout(shape, 1).place_bytes, layout(own, 1).place_bytes
     if needed > room:
         raise _refusal(
@@ -143,13 +142,14 @@ def joint_fingerprint(model: LoadedModel, draft: LoadedModel) -> bytes:
     return hashlib.sha256(model.fingerprint + draft.fingerprint).digest()
 
 
-def _check_draft_format(kv: KVFormat, head_dim: int) -> None:
+def _check_draft_format(kv: KVFormat, draft: DecoderSpec) -> None:
     """Raises ConfigError where a draft model's keys and values cannot lie in the model's blocks in this format."""
-    why = kv.refusal(head_dim)
+    why = kv.refusal(draft.head_dim, values_in_keys=draft.latent is not None)
     if kv.key.packed > 1:
         why = "its keys have no place for a mark that says which of them the draft model has not written"
     if why is not None:
-        raise _refusal(f"kv_cache_dtype is {kv.name!r}, and {why}; use 'int8' or 'auto'")
+        narrow = "int8" if draft.latent is None else "fp8"
+        raise _refusal(f"kv_cache_dtype is {kv.name!r}, and {why}; use {narrow!r} or 'auto'")
 
 
 def _refusal(why: str) -> ConfigError:

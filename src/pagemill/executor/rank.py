@@ -14,21 +14,34 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
+from pagemill.config import EngineConfig
 from pagemill.errors import PagemillError
-from pagemill.executor.gloo import GlooExchange, join_meeting
+from pagemill.executor.backend import Backend
+from pagemill.executor.device import CudaDevice, Device
+from pagemill.executor.device_steps import Together
+from pagemill.executor.device_worker import DeviceWorker
 from pagemill.executor.late_errors import LateErrors
 from pagemill.executor.numa import bind_rank
+from pagemill.executor.process_group import GroupExchange, join_meeting
+from pagemill.executor.rank_devices import config_of_rank
 from pagemill.executor.rank_messages import (
     Allocate,
+    Captured,
     Connect,
+    DeviceLogits,
+    DeviceStep,
     Edit,
     FrameWrites,
     Logits,
+    Measure,
+    Memory,
     ReadFrames,
     Resize,
     Start,
@@ -44,13 +57,25 @@ from pagemill.models.sharding import Sharding
 NO_ANSWER = object()
 
 
-def run(descriptor: int) -> NoReturn:
+class Place(NamedTuple):
+    """Says what a rank runs on. backend: None for what the configuration says. device: one whose work is asynchronous,
+    if it is one."""
+
+    config: EngineConfig
+    backend: Backend | None
+    device: Device | None
+
+
+PlaceOf = Callable[[Start], Place]
+
+
+def run(descriptor: int, place_of: PlaceOf | None = None) -> NoReturn:
     """Runs `main`, and ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and tells this one
     try:
         with socket.socket(fileno=descriptor) as sock:
             _, (frames, *shared), _, _ = socket.recv_fds(sock, 1, 2)
-            main(Connection(sock.detach()), Connection(frames), *shared)
+            main(Connection(sock.detach()), Connection(frames), *shared, place_of=place_of or _place)
     except (EOFError, ConnectionError, BrokenPipeError):
         os._exit(0)
     except Exception:
@@ -59,36 +84,89 @@ def run(descriptor: int) -> NoReturn:
     os._exit(1)
 
 
-def main(control: Connection, frames: Connection, shared: int | None = None) -> None:
+def _place(start: Start) -> Place:
+    if not start.on_device:
+        return Place(start.config, None, None)
+    torch.cuda.set_device(start.rank)
+    return Place(config_of_rank(start.config, start.rank), None, CudaDevice(torch.device("cuda", start.rank)))
+
+
+def main(control: Connection, frames: Connection, shared: int | None = None, *, place_of: PlaceOf = _place) -> None:
     """Loads the rank's part, and does what it is told. Raises EOFError when rank 0 is gone, and what went wrong in a
     step. shared: descriptor of the memory that ranks share, if they do."""
     start = control.recv()
     assert isinstance(start, Start)
-    bind_rank(start.rank, start.config.tensor_parallel_size, start.num_threads)
+    size = start.config.tensor_parallel_size
+    if not start.on_device:
+        bind_rank(start.rank, size, start.num_threads)
     torch.set_num_threads(start.num_threads)
     threading.Thread(target=_end_with, args=(frames,), daemon=True, name="rank 0's end").start()
-    size = start.config.tensor_parallel_size
-    exchange: SharedExchange | GlooExchange
-    exchange = GlooExchange(start.rank, size) if shared is None else SharedExchange(start.rank, size, shared)
+    exchange: SharedExchange | GroupExchange
+    if shared is None:
+        exchange = group = GroupExchange(start.rank, size, start.transport)
+        sharding = Sharding(exchange, group if start.on_device else None)
+    else:
+        exchange = SharedExchange(start.rank, size, shared)
+        sharding = Sharding(exchange)
     try:
-        share = load_share(start.config, Sharding(exchange), num_threads=start.num_threads)
+        config, backend, device = place_of(start)
+        share = load_share(config, sharding, num_threads=start.num_threads, backend=backend)
     except PagemillError as error:
         control.send(error)
         return
-    config, shape = start.config, share.shape
-    worker = Worker(share.model.decoder, share.backend, shape, config.max_num_seqs, share.model.max_model_len)
+    told = Told(control)
+    model = share.model
+    worker: Worker | DeviceWorker
+    if device is None:
+        worker = Worker(model.decoder, share.backend, share.shape, config.max_num_seqs, model.max_model_len)
+    else:
+        assert sharding.sums is not None
+        worker = DeviceWorker(device, share, config, Together(sharding.sums, told.agree))
     gc.freeze()
-    threading.Thread(target=_serve_frames, args=(worker, frames), daemon=True, name="frames").start()
-    control.send(None)
+    threading.Thread(target=_serve_frames, args=(worker, frames, told), daemon=True, name="frames").start()
+    control.send(share.backend.attention.name)
     while True:
-        message = control.recv()
+        message = told.next()
         if isinstance(message, Connect):
-            assert isinstance(exchange, GlooExchange)
+            assert isinstance(exchange, GroupExchange)
             assert start.port is not None
             exchange.connect(join_meeting(start.port))
             control.send(None)
         elif (answer := _do(worker, message)) is not NO_ANSWER:
             control.send(answer)
+
+
+class Told:
+    """Hears what rank 0 sends, in order, and lets who serves frames beside that wait until it is done."""
+
+    def __init__(self, control: Connection) -> None:
+        self._control = control
+        self._heard = self._done = 0
+        self._changed = threading.Condition()
+
+    def next(self) -> Any:
+        """Returns the next message: the last one is done."""
+        with self._changed:
+            self._done = self._heard
+            self._changed.notify_all()
+        return self._hear()
+
+    def agree(self, captured: bool) -> bool:
+        """Answers whether a step has been captured here, and returns whether it has been everywhere."""
+        self._control.send(captured)
+        answer = self._hear()
+        assert isinstance(answer, Captured)
+        return answer.everywhere
+
+    def wait_until_done(self, messages: int) -> None:
+        """Waits until so many have been done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= messages)
+
+    def _hear(self) -> Any:
+        message = self._control.recv()
+        self._heard += 1
+        return message
 
 
 def _end_with(frames: Connection) -> None:
@@ -110,6 +188,10 @@ def _do(worker: Worker, message: Any) -> Any:
         case Logits():
             worker.decoder.logits(message.states)
             return NO_ANSWER
+        case DeviceStep() | DeviceLogits() | Measure():
+            assert isinstance(worker, DeviceWorker)
+            worker.do(message)
+            return NO_ANSWER
     try:
         match message:
             case Allocate():
@@ -118,6 +200,8 @@ def _do(worker: Worker, message: Any) -> Any:
                 return worker.resize(message.num_frames)
             case TakeLoss():
                 return worker.take_loss()
+            case Memory():
+                return worker.memory()
     except PagemillError as error:
         return error
     raise TypeError(f"a rank cannot do {message!r}")
@@ -127,15 +211,18 @@ def _step(worker: Worker, message: Step) -> Any:
     rows, starts, query_lens, token_ids = message.parts
     inputs = worker.rows.inputs(rows, starts, query_lens)
     errors = LateErrors.of(worker.reading_ahead(rows, inputs.context_lens))
-    worker.forward(inputs, torch.from_numpy(token_ids.astype("int64")), errors)
+    worker.forward(inputs, worker.rows.to_device(token_ids.astype(np.int64)), errors)
     return NO_ANSWER if errors is None else errors.first
 
 
-def _serve_frames(worker: Worker, connection: Connection) -> None:
+def _serve_frames(worker: Worker, connection: Connection, told: Told) -> None:
     """Reads and writes frames until rank 0 is gone; then the process ends."""
     try:
         while True:
-            connection.send(_access_frames(worker, connection.recv()))
+            message = connection.recv()
+            if isinstance(message, ReadFrames | WriteFrames):
+                told.wait_until_done(message.behind)
+            connection.send(_access_frames(worker, message))
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:
@@ -150,11 +237,13 @@ def _access_frames(worker: Worker, message: Any) -> Any:
             return records.tobytes(), whole
         case WriteFrames():
             try:
-                with worker.frames.write(message.frames, None) as places:
+                with worker.frames.write(message.frames, worker.frames.mark()) as places:
                     for place, record in zip(places, message.of_frames, strict=True):
                         place[:] = record.reshape(place.shape)
             except PagemillError as error:
                 return error
+            finally:
+                worker.frames.follow_writes()
             return None
         case FrameWrites():
             (worker.frames.begin_writes if message.begin else worker.frames.end_writes)()

@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.config import EngineConfig
+from pagemill.executor.activation_peak import LargestStep
+from pagemill.executor.graphs import Shape
+from pagemill.executor.process_group import Transport
+from pagemill.executor.staging import Place
 from pagemill.memory.work import MemoryWork
 
 Ints = NDArray[np.int32]
@@ -21,12 +25,15 @@ class Start(NamedTuple):
     """Loads the rank's part of the model. Answered when it is there.
 
     port: of the store at which the ranks meet; None if they share memory. num_threads: CPU threads of each rank.
+    transport: of the group that they are then. on_device: whether each has a device that works by itself.
     """
 
     config: EngineConfig
     rank: int
     port: int | None
     num_threads: int
+    transport: Transport
+    on_device: bool
 
 
 class Connect(NamedTuple):
@@ -71,6 +78,38 @@ class Step(NamedTuple):
         return unpack(self.numbers)
 
 
+class DeviceStep(NamedTuple):
+    """Runs a step whose arrays are given as rank 0's device gets them: bytes, and what lies where. See
+    `DeviceSteps.run`."""
+
+    staged: bytes
+    places: list[Place]
+    shape: Shape
+    padded: Shape | None
+
+
+class Captured(NamedTuple):
+    """Says whether the step that is being captured has been on all ranks; each has answered whether it has there."""
+
+    everywhere: bool
+
+
+class Measure(NamedTuple):
+    """Measures what the largest step needs beside the pool, together with rank 0."""
+
+    largest: LargestStep
+
+
+class Memory(NamedTuple):
+    """Answered with the memory of the rank's device, `ExecutorMemory`."""
+
+
+class DeviceLogits(NamedTuple):
+    """Computes the rank's part of the logits of hidden states, so many rows, that rank 0 hands out on the devices."""
+
+    rows: int
+
+
 class Logits(NamedTuple):
     """Computes the rank's part of the logits of these hidden states."""
 
@@ -99,15 +138,18 @@ class TakeLoss(NamedTuple):
 
 
 class ReadFrames(NamedTuple):
-    """Answered with the records of these frames, as bytes, and which could be read. Comes beside the steps."""
+    """Answered with the records of these frames, as bytes, and which could be read. Comes beside the steps, and behind
+    so many messages that do not."""
 
     frames: list[int]
+    behind: int
 
 
 class WriteFrames(NamedTuple):
-    """Writes records into frames. Answered. Comes beside the steps."""
+    """Writes records into frames. Answered. Comes beside the steps, and behind so many messages that do not."""
 
     frames: list[int]
+    behind: int
     records: bytes
 
     @property
@@ -129,7 +171,7 @@ def pack(*arrays: Ints) -> bytes:
 
 
 def unpack(content: bytes) -> list[Ints]:
-    numbers = np.frombuffer(content, dtype=np.int32)
+    numbers = np.frombuffer(bytearray(content), dtype=np.int32)  # which tensors may share
     count = int(numbers[0])
     ends = np.cumsum(numbers[1 : 1 + count])[:-1]
     return np.split(numbers[1 + count :], ends)

@@ -10,7 +10,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 from pagemill.child_process import Child, start_child
 from pagemill.config import EngineConfig
 from pagemill.errors import RankLostError
-from pagemill.executor.gloo import GlooExchange, host_meeting
 from pagemill.executor.numa import Binding, bind_rank
+from pagemill.executor.process_group import GroupExchange, Transport, host_meeting
 from pagemill.executor.rank_messages import Connect, Start
 from pagemill.executor.shared_memory import TIMEOUT_S, SharedExchange, make_memory
 
@@ -27,6 +28,8 @@ MODULE = "pagemill.executor.rank"
 _LAST_WORDS_S = 2.0
 """Seconds in which a rank that has dropped its connection should end, so that its exit status is known."""
 _LOOK_S = 0.01
+_WATCH_S = 0.1
+"""Ranks that are a group are looked after so often."""
 
 
 class Rank(NamedTuple):
@@ -39,12 +42,18 @@ class Ranks:
     """Starts the ranks 1, 2, … of a configuration, which begin to load. Errors of theirs are raised where their answers
     are waited for. Once one is lost, everything raises RankLostError, and none of them runs any more.
 
-    exchange: rank 0's, for use after `connect`.
+    transport: by which they exchange on devices that work by themselves; None: on CPUs.
+    exchange: rank 0's, for use after `connect`. group: the same, if it is one; None if ranks share memory.
+    told: how many messages have been sent that do not come beside the steps.
     """
 
-    def __init__(self, config: EngineConfig, num_threads: int) -> None:
+    def __init__(self, config: EngineConfig, num_threads: int, transport: Transport | None = None) -> None:
         size = config.tensor_parallel_size
-        self.exchange: SharedExchange | GlooExchange
+        self.told = 0
+        self._waiting_since_s: float | None = None
+        self._closed = threading.Event()
+        self.exchange: SharedExchange | GroupExchange
+        self.group: GroupExchange | None = None
         self._begun_s = time.monotonic()
         self._lost: RankLostError | None = None
         self._losing = threading.Lock()
@@ -54,10 +63,11 @@ class Ranks:
         self._binding: Binding | None = None
         """Undoes that this thread is bound to rank 0's cores; None: it is not."""
         shared, self._store = None, None
-        if sys.platform == "linux":
+        if sys.platform == "linux" and transport is None:
             shared = make_memory()
         else:
-            self.exchange, self._store = GlooExchange(0, size), host_meeting()
+            self.exchange = self.group = GroupExchange(0, size, transport or "gloo")
+            self._store = host_meeting()
         try:
             if shared is not None:
                 self.exchange = SharedExchange(0, size, os.dup(shared), self._check_running)
@@ -65,8 +75,10 @@ class Ranks:
                 self._ranks.append(start_rank(shared))
             port = None if self._store is None else self._store.port
             for number, rank in enumerate(self._ranks, start=1):
-                rank.control.send(Start(config, number, port, num_threads))
-            self._binding = bind_rank(0, size, num_threads)
+                start = Start(config, number, port, num_threads, transport or "gloo", transport is not None)
+                rank.control.send(start)
+            if transport is None:
+                self._binding = bind_rank(0, size, num_threads)
         except BaseException:
             self.close()
             raise
@@ -82,26 +94,55 @@ class Ranks:
     def pids(self) -> list[int]:
         return [rank.child.process.pid for rank in self._ranks]
 
-    def connect(self) -> None:
-        """Waits until all have loaded, and connects them with rank 0's exchange, which has loaded its own part. Raises
-        what kept one from loading."""
+    def connect(self) -> list[str]:
+        """Waits until all have loaded, and connects them with rank 0's exchange, which has loaded its own part. Returns
+        the name of the attention of each. Raises what kept one from loading."""
         until_s = time.monotonic() + TIMEOUT_S + (time.monotonic() - self._begun_s)
         for rank in self._ranks:
             if not rank.control.poll(max(0.0, until_s - time.monotonic())):
                 raise self.lose(_no_answer())
-        self.answers()
-        if not isinstance(self.exchange, GlooExchange):
-            return
+        attention = self.answers()
+        if self.group is None:
+            return attention
+        threading.Thread(target=self._watch, daemon=True, name="ranks").start()
         self.send(Connect())
         try:
-            self.exchange.connect(self._store)
+            with self.waiting():
+                self.group.connect(self._store)
         except RuntimeError as error:
             raise self.lose(error) from error
         self.answers()
+        return attention
 
     def send(self, message: Any) -> None:
         """Sends a message to all."""
+        self.told += 1
         self._speak([rank.control for rank in self._ranks], [message] * len(self))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Holds while the thread that sends may wait for work of a device that other ranks take part in: such a wait
+        ends by itself only if they come. So a group is watched: if a rank ends, or the wait takes too long, the ranks
+        are lost, and what was waited for raises or brings nothing."""
+        outermost = self._waiting_since_s is None
+        if outermost:
+            self._waiting_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            if outermost:
+                self._waiting_since_s = None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_WATCH_S):
+            since_s = self._waiting_since_s
+            try:
+                self._check_running()
+                if since_s is not None and time.monotonic() - since_s > TIMEOUT_S:
+                    raise _no_answer()
+            except (RuntimeError, TimeoutError) as error:
+                self.lose(error)
+                return
 
     def answers(self) -> list[Any]:
         """Waits for an answer of each to the last message. Raises the first that is an error, when all have come."""
@@ -190,6 +231,7 @@ class Ranks:
 
     def close(self) -> None:
         """Ends all of them now. They hold nothing that needs saving."""
+        self._closed.set()
         self._end()  # first: whoever waits for an answer hears of the end, and lets go of the connections
         with self._frames:
             for rank in self._ranks:
@@ -199,6 +241,8 @@ class Ranks:
     def _end(self) -> None:
         for rank in self._ranks:
             rank.child.end()
+        if self.group is not None:
+            self.group.abort()
         if self._binding is not None:
             self._binding.undo()
 

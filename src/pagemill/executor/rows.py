@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.attention.interface import AttentionBatch, GroupBatch, join_remainders
+from pagemill.attention.interface import AttentionBatch, GroupBatch, HostLengths, join_remainders
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.memory.work import MemoryWork
 from pagemill.scheduling.step_plan import StepPlan
@@ -55,6 +55,7 @@ class Inputs:
             groups=join_remainders(parts, self._state.num_remainders, self._state.precise),
             max_query_len=int(self.query_lens.max()),
             max_context_len=longest,
+            host=HostLengths(torch.from_numpy(self.query_lens), torch.from_numpy(self.context_lens)),
         )
 
 

@@ -58,12 +58,6 @@ def load_share(
         torch.set_num_threads(config.num_threads)
     fixed = backend is not None
     backend = backend or select_backend(config.device, num_threads or config.num_threads, config.attention_backend)
-    if sharding is not None and backend.device.type != "cpu":
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but ranks exchange by gloo, on CPU only so far; "
-            f"use device 'cpu' (--device cpu), or leave tensor_parallel_size out",
-            param="tensor_parallel_size",
-        )
     settle_vector_math()
     packed = _packed_store(config)
     attention = (
@@ -85,7 +79,7 @@ def load_share(
     )
     backend = backend._replace(attention=model.decoder.attention)
     kv = cache_format(config, model.dtype)
-    _check_format(kv, model.spec.head_dim, backend)
+    _check_format(kv, model.spec, backend)
     shape = frame_shape(model.decoder.spec, model.decoder.groups, config.block_size, kv)
     return Share(backend, model, kv, shape, packed)
 
@@ -103,16 +97,18 @@ def frame_shape(spec: DecoderSpec, groups: LayerGroups, block_size: int, kv: KVF
     """Returns the shape of the frames in which a model's keys and values lie."""
     if kv.precise:
         groups = add_remainders(groups, kv.precise)
-    return FrameShape(groups, spec.num_kv_heads, block_size, spec.head_dim, spec.head_dim, kv)
+    in_keys = spec.latent is not None
+    return FrameShape(groups, spec.num_kv_heads, block_size, spec.head_dim, spec.value_dim, kv, in_keys)
 
 
-def _check_format(kv: KVFormat, head_dim: int, backend: Backend) -> None:
+def _check_format(kv: KVFormat, spec: DecoderSpec, backend: Backend) -> None:
     """Raises ConfigError where the model, or the backend's attention, does not take the format."""
-    refusal = kv.refusal(head_dim)
+    refusal = kv.refusal(spec.head_dim, values_in_keys=spec.latent is not None)
     formats = backend.attention.kv_formats
     if refusal is None and formats is not None and kv.name not in formats:
         refusal = f"attention on {backend.device} ({backend.attention.name}) takes {', '.join(formats)}"
     if refusal is not None:
+        narrow = "int8" if spec.latent is None else "fp8"
         raise ConfigError(
-            f"kv_cache_dtype {kv.name!r} cannot be used: {refusal}; use 'int8' or 'auto'", param="kv_cache_dtype"
+            f"kv_cache_dtype {kv.name!r} cannot be used: {refusal}; use {narrow!r} or 'auto'", param="kv_cache_dtype"
         )

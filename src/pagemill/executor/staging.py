@@ -69,20 +69,32 @@ class Slot:
         self.results = torch.zeros(most_results, dtype=torch.int32, device=device.where)
         self._results_host = device.pinned(most_results * 4)
         self._arrived: Event | None = None
+        self._staged = 0
         self._grow(LEAST_BYTES)
 
-    def upload(self, arrays: Sequence[Array]) -> tuple[Tensor, list[Place]]:
-        """Begins to copy arrays to the device. Returns memory there, uint8, in which they lie at these places, for use
-        on the stream of computations until the slot is given to another step."""
+    def stage(self, arrays: Sequence[Array]) -> list[Place]:
+        """Lays arrays into page-locked memory, and returns where they lie."""
         places, nbytes = places_of(arrays)
-        if nbytes > len(self._host):
-            self._grow(1 << (nbytes - 1).bit_length())
-        lay(arrays, places, self._host.numpy())
+        lay(arrays, places, self._room(nbytes))
+        return places
+
+    def fill(self, staged: bytes) -> None:
+        """Lays what another slot has `staged`."""
+        self._room(len(staged))[:] = np.frombuffer(staged, np.uint8)
+
+    @property
+    def staged(self) -> NDArray[np.uint8]:
+        """What has been laid, [bytes], in the slot's own memory."""
+        return self._host.numpy()[: self._staged]
+
+    def upload(self) -> Tensor:
+        """Begins to copy what has been laid to the device. Returns memory there, uint8, in which it lies at the same
+        places, for use on the stream of computations until the slot is given to another step."""
         with self._device.use(self._streams.up):
-            self._device.copy(self._host[:nbytes], self._there[:nbytes])
+            self._device.copy(self._host[: self._staged], self._there[: self._staged])
             uploaded = self._streams.up.record_event()
         self._device.compute.wait_event(uploaded)
-        return self._there, places
+        return self._there
 
     def download(self, count: int) -> None:
         """Begins to copy the first results to the host, once the stream of computations has written them."""
@@ -99,6 +111,13 @@ class Slot:
         self._arrived = None
         results: NDArray[np.int32] = self._results_host.numpy()[: count * 4].view(np.int32).copy()
         return results
+
+    def _room(self, nbytes: int) -> NDArray[np.uint8]:
+        """Returns so many bytes of the host's memory to lay something into."""
+        if nbytes > len(self._host):
+            self._grow(1 << (nbytes - 1).bit_length())
+        self._staged = nbytes
+        return self.staged
 
     def _grow(self, nbytes: int) -> None:
         """Takes more memory. The step that had the slot last is over, so nothing uses what it had."""

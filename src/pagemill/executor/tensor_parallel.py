@@ -20,8 +20,9 @@ from pagemill.executor.late_errors import LateErrors
 from pagemill.executor.local import LocalExecutor
 from pagemill.executor.rank_messages import Allocate, Edit, Logits, Resize, Step, TakeLoss
 from pagemill.executor.ranks import Ranks
+from pagemill.executor.record_parts import RecordParts
 from pagemill.executor.rows import Inputs
-from pagemill.executor.sharded_frames import RecordParts, ShardedFrames
+from pagemill.executor.sharded_frames import ShardedFrames
 from pagemill.kvcache.layout import FrameShape
 from pagemill.memory.work import MemoryWork
 from pagemill.models.adapter import AdapterTokens
@@ -55,16 +56,15 @@ class TensorParallelExecutor(LocalExecutor):
         self._parts = parts
 
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
-        self.ranks.send(Allocate(num_frames, streamed_frames, streamed_folder))
         first = super().allocate(num_frames, streamed_frames, streamed_folder)
-        others = self.ranks.answers()
+        others = self.ranks.ask(Allocate(num_frames, streamed_frames, streamed_folder))
         if streamed_frames and any(other != first for other in others):
             raise KVMemoryError(
                 f"the ranks' pools could not be made alike: their streamed frames begin at {[first, *others]}; lower "
                 f"kv_memory, or max_model_len to what the pool holds",
                 param="kv_memory",
             )
-        self.frames = ShardedFrames(self.frames, self.ranks, self._parts)
+        self.frames = ShardedFrames(self.frames, self.ranks, self._parts, self.facts.overlaps)
         return first
 
     def edit(self, work: MemoryWork) -> list[int]:
@@ -81,7 +81,7 @@ class TensorParallelExecutor(LocalExecutor):
         on_layer: OnLayer | None = None,
         adapters: Sequence[AdapterTokens] = (),
     ) -> Tensor:
-        tokens = token_ids.numpy().astype(np.int32)
+        tokens = token_ids.cpu().numpy().astype(np.int32)
         errors = LateErrors.of(on_layer)
         with self._together():
             self.ranks.send(Step.of(inputs.of_rows, inputs.starts, inputs.query_lens, tokens))

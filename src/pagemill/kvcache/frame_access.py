@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 class Place(Protocol):
-    """Takes a record, `place[:] = record`: an array of its shape, or a frame of a device."""
+    """Takes a record, `place[:] = record`, as an array of its shape does."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -58,6 +58,9 @@ class FrameAccess(Protocol):
     def end_writes(self) -> None: ...
 
     def write(self, frames: Sequence[int], after: Any) -> AbstractContextManager[Places]:
-        """Gives a place for each frame's record, to be filled by any thread; the frames hold them when the context
-        ends, and what was not filled is undefined. What `after` marks comes first. Raises KVStoreError, on leaving, if
-        a disk does not take them."""
+        """Gives a place for each frame's record, to be filled by any thread. When the context ends, the frames hold
+        them, or a device has been asked to copy them; what was not filled is undefined. What `after` marks comes first.
+        Raises KVStoreError, on leaving, if a disk does not take them."""
+
+    def follow_writes(self) -> None:
+        """Lets what the device is asked to do from now on follow the writes that have ended. Waits for nothing."""

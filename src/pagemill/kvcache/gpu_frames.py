@@ -2,16 +2,17 @@
 
 Blocks come and go on streams of their own, beside what the GPU computes. Those that go are first copied aside, which
 takes a GPU a few microseconds, so that their frames can be written at once. From there they go to page-locked
-("pinned") host memory, which a GPU copies to by itself at the bus's speed. Torch keeps such memory for the next reading
-once nobody holds the records.
+("pinned") host memory, which a GPU copies to by itself at the bus's speed. Those that come are put into such memory,
+and go to their frames together. Torch keeps it for the next ones once nobody holds the records.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from pagemill.errors import KVMemoryError
-from pagemill.kvcache.device_streams import DeviceStreams, Event, Stream
+from pagemill.kvcache.device_streams import DeviceStreams, Event
 from pagemill.kvcache.frame_access import Places, Reading
 from pagemill.kvcache.frames import not_allocated
 
@@ -28,6 +29,13 @@ SNAPSHOTS = 4
 """The most readings whose blocks lie on the device a second time, until the bus has taken them."""
 COPY_BYTES = 16 << 20
 """Frames are copied together through so much memory of the device."""
+WIDEST = 16
+"""Bytes at whose multiples records begin: a view of any type may."""
+STAGED = 4
+"""The most writings that are under way, after which the next one waits for the bus."""
+RUN_BYTES = 1 << 20
+"""Records go straight to their frames if those that lie side by side have so many bytes on average. Others go to the
+device's memory as one, from where a kernel puts them into their frames: a copy takes some microseconds to begin."""
 
 
 class GpuFrames:
@@ -44,10 +52,15 @@ class GpuFrames:
         self._at_once = max(1, COPY_BYTES // (pieces * piece_bytes))
         self._on_their_way: deque[Snapshot] = deque()
         self._lock = threading.Lock()
+        self._coming: deque[Event] = deque()
+        self._written: Event | None = None
+        """The last writing that nothing follows yet."""
+        self._writing = threading.Lock()
 
     def copy(self, source: ArrayLike, target: ArrayLike) -> list[int]:
         """Copies many frames at once, in the order of computations, and waits for nothing. Raises IndexError for frames
         that do not exist."""
+        self.follow_writes()
         here, there = np.asarray(source).tolist(), np.asarray(target).tolist()
         words = self._words()
         for first in range(0, len(here), self._at_once):
@@ -67,6 +80,7 @@ class GpuFrames:
         """Copies frames aside in the order of computations, and from there to the host beside these."""
         if not len(frames):
             return Reading(np.empty((0, self.bytes[:, 0].numel()), dtype=np.uint8), [])
+        self.follow_writes()
         with self._lock:
             waiting = self._on_their_way
             while waiting and (len(waiting) >= SNAPSHOTS or waiting[0].arrived.query()):
@@ -88,13 +102,16 @@ class GpuFrames:
     def _upload(self, frames: list[int]) -> Tensor:
         """Returns numbers of frames on the device, int64 [n], for computations. Raises IndexError for those that
         do not exist: if the device found them, it would be lost."""
-        if min(frames) < 0 or max(frames) >= self.bytes.shape[1]:
-            raise IndexError(f"frames {frames} are not all in 0 .. {self.bytes.shape[1] - 1}")
+        self._check(frames)
         host = self._streams.pinned(8 * len(frames))
         host.numpy().view(np.int64)[:] = frames
         there = torch.empty(len(frames), dtype=torch.int64, device=self._streams.where)
         self._streams.copy(host, there.view(torch.uint8))
         return there
+
+    def _check(self, frames: Sequence[int]) -> None:
+        if min(frames) < 0 or max(frames) >= self.bytes.shape[1]:
+            raise IndexError(f"frames {[*frames]} are not all in 0 .. {self.bytes.shape[1] - 1}")
 
     def mark(self) -> Event:
         """Returns a mark of what the GPU has been asked to do so far."""
@@ -102,10 +119,54 @@ class GpuFrames:
 
     @contextmanager
     def write(self, frames: Sequence[int], after: Event | None = None) -> Iterator[Places]:
-        if after is not None:
-            self._loads.wait_event(after)
-        yield [GpuRecord(self.bytes[:, frame], self._streams.use, self._loads) for frame in frames]
-        self._loads.record_event().synchronize()
+        """Gives places in pinned memory, which the GPU copies to the frames beside computations: they follow where
+        `follow_writes` says so. Raises IndexError for frames that do not exist."""
+        if not len(frames):
+            yield []
+            return
+        self._check(frames)
+        pieces, _, piece_bytes = self.bytes.shape
+        head = -(-8 * len(frames) // WIDEST) * WIDEST
+        with self._writing:
+            while self._coming and (len(self._coming) >= STAGED or self._coming[0].query()):
+                self._coming.popleft().synchronize()
+        host = self._streams.pinned(head + len(frames) * pieces * piece_bytes)
+        yield host.numpy()[head:].reshape(len(frames), pieces, piece_bytes)
+        host.numpy()[: 8 * len(frames)].view(np.int64)[:] = frames
+        with self._writing:
+            try:
+                self._put(frames, host, head, after)
+            finally:
+                self._written = self._loads.record_event()
+                self._coming.append(self._written)
+
+    def _put(self, frames: Sequence[int], host: Tensor, head: int, after: Event | None) -> None:
+        """Copies records, behind `head` bytes that begin with the frames' numbers, to their frames."""
+        pieces, _, piece_bytes = self.bytes.shape
+        runs = runs_of(frames)
+        with self._streams.use(self._loads):
+            if pieces == 1 and (len(host) - head) // len(runs) >= RUN_BYTES:
+                if after is not None:
+                    self._loads.wait_event(after)
+                for first, end in runs:
+                    records = host[head + first * piece_bytes : head + end * piece_bytes]
+                    frame = frames[first]
+                    self._streams.copy(records, self.bytes[0, frame : frame + end - first].view(-1))
+                return
+            staged = torch.empty(len(host), dtype=torch.uint8, device=self._streams.where)
+            self._streams.copy(host, staged)
+            if after is not None:
+                self._loads.wait_event(after)
+            words, numbers = self._words(), staged[: 8 * len(frames)].view(torch.int64)
+            records = staged[head:].view(words.dtype).view(len(frames), pieces, -1)
+            words.index_copy_(1, numbers, records.transpose(0, 1))
+
+    def follow_writes(self) -> None:
+        """Lets computations that are asked for from now on follow the writings that have ended."""
+        with self._writing:
+            written, self._written = self._written, None
+        if written is not None:
+            self._streams.compute.wait_event(written)
 
     def release(self, begin: int, end: int) -> None:
         """Keeps the memory: a device's is had as a whole."""
@@ -127,18 +188,10 @@ def origins_of(source: Sequence[int], target: Sequence[int]) -> dict[int, int]:
     return origins
 
 
-class GpuRecord:
-    """A frame's place for a record: `place[:] = record` returns when the GPU has copied it."""
-
-    def __init__(self, frame: Tensor, use: Callable[[Stream], AbstractContextManager[object]], stream: Stream) -> None:
-        self._frame = frame
-        self._use = use
-        self._stream = stream
-        self.shape = tuple(frame.shape)
-
-    def __setitem__(self, whole: slice, record: NDArray[np.uint8]) -> None:
-        with self._use(self._stream):
-            self._frame[whole] = torch.from_numpy(record)
+def runs_of(frames: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns where frames stand, begin and end, of which each is the one behind the last."""
+    breaks = [at for at in range(1, len(frames)) if frames[at] != frames[at - 1] + 1]
+    return [*pairwise([0, *breaks, len(frames)])]
 
 
 def pin(memory: NDArray[np.uint8]) -> None:

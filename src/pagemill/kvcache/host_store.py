@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -132,13 +133,35 @@ class HostStore(HostTier[NDArray[np.uint8]]):
         if pinned:
             pin(self._arena)
         self._free = list(self._arena[::-1])
+        self._turn = threading.Condition(self._lock)
+        self._readers, self._writing = 0, False
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
-        with self._lock:  # to the end: a block's place may be another's then
+        """Reads beside other threads that do, but not beside one that writes: a block's place may be another's then."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._writing)
+            self._readers += 1
+        try:
             return super().read(blocks, out)
+        finally:
+            with self._turn:
+                self._readers -= 1
+                self._turn.notify_all()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Holds the lock once nobody reads; who wants to read meanwhile comes after."""
+        with self._turn:
+            self._writing = True
+            try:
+                self._turn.wait_for(lambda: not self._readers)
+                yield
+            finally:
+                self._writing = False
+                self._turn.notify_all()
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
-        with self._lock:
+        with self._alone():
             coming = {}
             for name, record in zip(names, records, strict=True):
                 if name[:2] not in self._held:

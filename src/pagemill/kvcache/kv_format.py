@@ -76,11 +76,16 @@ class KVFormat:
         remainders = f"+{self.precise}" if self.precise else ""
         return f"{'/'.join(names)}{remainders},{block_size},{layout}"
 
-    def refusal(self, head_dim: int) -> str | None:
-        """Returns why heads of this size cannot be stored, or None if they can."""
+    def refusal(self, head_dim: int, *, values_in_keys: bool = False) -> str | None:
+        """Returns why heads of this size cannot be stored, or None if they can. values_in_keys: as in `FrameShape`."""
+        if values_in_keys and self.key.scaled:
+            return (
+                "its scales fit a key or a value as a whole, and the model's latents lie in one vector with keys of "
+                "other sizes"
+            )
         if any(each.packed > 1 for each in (self.key, self.value)) and head_dim % KEY_GROUP:
             return f"it holds heads of multiples of {KEY_GROUP} dimensions, and the model's have {head_dim}"
-        if self.itemsize == 1 and head_dim > MOST_NARROW_DIMS:
+        if self.key.scaled and head_dim > MOST_NARROW_DIMS:
             return f"it holds heads of up to {MOST_NARROW_DIMS} dimensions, and the model's have {head_dim}"
         return None
 

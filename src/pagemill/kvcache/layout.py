@@ -16,7 +16,10 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class FrameShape:
-    """Describes what a frame holds: K and V of `block_size` tokens for every place (layer) of one layer group."""
+    """Describes what a frame holds: K and V of `block_size` tokens for every place (layer) of one layer group.
+
+    values_in_keys: a value is the first `value_dim` numbers of its key, and takes no bytes of its own.
+    """
 
     groups: LayerGroups
     kv_heads: int
@@ -24,6 +27,12 @@ class FrameShape:
     key_dim: int
     value_dim: int
     format: KVFormat
+    values_in_keys: bool = False
+
+    @property
+    def stored_value_dim(self) -> int:
+        """Returns how many numbers of a value are stored beside its key."""
+        return 0 if self.values_in_keys else self.value_dim
 
     @property
     def places(self) -> int:
@@ -81,26 +90,29 @@ def layer_major(shape: FrameShape, frames: int) -> KVLayout:
     Keys are stored transposed, [dim][token]: a vector register then holds neighbouring tokens of one dimension, and
     scores need no sums across lanes. Values are [token][dim]. As products take them, some lie side by side: in pairs
     (bf16) keys are [dim / 2][token][2], values [token / 2][dim][2]; in fours (integers) the same with 4. Other
-    dimensions and block sizes than whole pairs or fours have none.
+    dimensions and block sizes than whole pairs or fours have none, nor have keys that values lie in: these would have
+    to be in pairs of dimensions and of tokens.
     """
     block_size, format = shape.block_size, shape.format
-    key_dim, value_dim = format.key.elements(shape.key_dim), format.value.elements(shape.value_dim)
-    beside = format.beside if block_size % format.beside == 0 and key_dim % format.beside == 0 else 1
-    head_bytes = block_size * format.slot_bytes(1, shape.key_dim, shape.value_dim)
-    scales = head_bytes - block_size * format.scale_bytes(shape.key_dim, shape.value_dim)
+    key_dim, value_dim = format.key.elements(shape.key_dim), format.value.elements(shape.stored_value_dim)
+    fits = block_size % format.beside == 0 and key_dim % format.beside == 0 and not shape.values_in_keys
+    beside = format.beside if fits else 1
+    head_bytes = block_size * format.slot_bytes(1, shape.key_dim, shape.stored_value_dim)
+    scales = head_bytes - block_size * format.scale_bytes(shape.key_dim, shape.stored_value_dim)
     head = head_bytes // format.itemsize
     piece = _aligned(shape.kv_heads * head, format.itemsize)
+    in_keys = shape.values_in_keys
     return KVLayout(
         name={1: "layer-major", 2: "layer-major-pairs", 4: "layer-major-fours"}[beside],
         place_stride=frames * piece,
         frame_stride=piece,
-        value_offset=block_size * key_dim,
+        value_offset=0 if in_keys else block_size * key_dim,
         key_head=head,
         key_token=beside,
         key_dim=beside * block_size,
         value_head=head,
-        value_token=beside * value_dim,
-        value_dim=beside,
+        value_token=1 if in_keys else beside * value_dim,
+        value_dim=block_size if in_keys else beside,
         beside=beside,
         key_scales=scales,
         value_scales=scales + block_size * SCALE_BYTES * format.key.scales(shape.key_dim),
@@ -118,22 +130,23 @@ def block_major(shape: FrameShape, frames: int) -> KVLayout:
     A place's scales, [K|V][kv head][group][token], lie behind its values. Nothing lies side by side.
     """
     block_size, kv_heads, format = shape.block_size, shape.kv_heads, shape.format
-    key_dim, value_dim = format.key.elements(shape.key_dim), format.value.elements(shape.value_dim)
+    key_dim, value_dim = format.key.elements(shape.key_dim), format.value.elements(shape.stored_value_dim)
+    in_keys = shape.values_in_keys
     key_tile, value_tile = block_size * key_dim, block_size * value_dim
     key_scales = block_size * SCALE_BYTES * format.key.scales(shape.key_dim)
     scales = kv_heads * (key_tile + value_tile) * format.itemsize
-    place = block_size * format.slot_bytes(kv_heads, shape.key_dim, shape.value_dim) // format.itemsize
+    place = block_size * format.slot_bytes(kv_heads, shape.key_dim, shape.stored_value_dim) // format.itemsize
     frame = _aligned(shape.places * place, format.itemsize)
     return KVLayout(
         name="block-major",
         place_stride=place,
         frame_stride=frame,
-        value_offset=kv_heads * key_tile,
+        value_offset=0 if in_keys else kv_heads * key_tile,
         key_head=key_tile,
         key_token=key_dim,
         key_dim=1,
-        value_head=value_tile,
-        value_token=value_dim,
+        value_head=key_tile if in_keys else value_tile,
+        value_token=key_dim if in_keys else value_dim,
         value_dim=1,
         beside=1,
         key_scales=scales,

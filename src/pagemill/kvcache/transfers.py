@@ -235,6 +235,7 @@ class Transfers:
                 if not self._loads:
                     self._frames.end_writes()
         if over:
+            self._frames.follow_writes()
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
             spent = 0.0 if self._loads else self._loading_until - self._loading_since
             self._count(blocks_loaded=arrived, blocks_missed=wanted - arrived, loading_s=spent)
@@ -257,4 +258,5 @@ class Transfers:
         """Waits for what is under way."""
         self._readers.shutdown()
         self._fetchers.shutdown()
+        self._frames.follow_writes()  # before their memory may be another's
         self._writer.shutdown()

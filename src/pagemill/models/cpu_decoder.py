@@ -25,9 +25,9 @@ from pagemill.ops.interface import AllowedOutputs, Linear
 def cpu_decoder(
     spec: DecoderSpec, weights: DecoderWeights, ops: CpuOps, attention: CpuAttention, dtype: torch.dtype
 ) -> Decoder:
-    """Returns a decoder that runs as one C++ call if it is dense, else operator by operator, with the same bits. One in
-    parts does if they exchange through memory."""
-    by_operator = any(layer.moe for layer in spec.layers)
+    """Returns a decoder that runs as one C++ call if it is dense and keeps keys and values, not latents; else operator
+    by operator, with the same bits. One in parts does if they exchange through memory."""
+    by_operator = spec.latent is not None or any(layer.moe for layer in spec.layers)
     if isinstance(weights.lm_head, ShardedHead):
         by_operator = by_operator or weights.lm_head.exchange.native is None
     kind = Decoder if by_operator else CpuDecoder

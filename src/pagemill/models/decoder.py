@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,9 @@ from torch import Tensor
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, LayerCache
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.models.adapter import AdapterTokens, runs_of
+from pagemill.models.latent_attention import HeadWeights, LatentWeights, absorbed_queries, each_head
 from pagemill.models.rope import AngleTable
+from pagemill.models.routing import choose_experts
 from pagemill.models.sharding import ShardedEmbedding
 from pagemill.models.spec import Activation, DecoderSpec, LayerSpec, MoESpec
 from pagemill.ops.interface import AllowedOutputs, Linear, Ops
@@ -36,17 +38,27 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Holds a mixture of experts. router maps hidden to experts and is packed in float32."""
+    """Holds a mixture of experts. router maps hidden to experts and is packed in float32.
+
+    correction: fp32 [experts], as `choose_experts` takes it. shared: all tokens go through it too. join: adds the
+    ranks' parts of the experts' output up; None where these are whole.
+    """
 
     router: Linear
     experts: tuple[GatedMLP, ...]
+    correction: Tensor | None = None
+    shared: GatedMLP | None = None
+    join: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
+
+    def joined(self, output: Tensor) -> Tensor:
+        return output if self.join is None else self.join(output)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Holds a layer's weights as they lie on the device: packed linear layers, norms in fp32.
 
-    qkv maps hidden to (heads + 2 * kv_heads) * head_dim, rows of q, then k, then v.
+    qkv maps hidden to (heads + 2 * kv_heads) * head_dim, rows of q, then k, then v; with `latent`, see there.
     Norms have their offsets added. q_norm and k_norm [head_dim] and the post norms [hidden] are there only if the spec
     says so.
     """
@@ -60,6 +72,7 @@ class LayerWeights:
     k_norm: Tensor | None = None
     post_attention_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +204,22 @@ class Decoder:
     ) -> Tensor:
         """Returns what a layer's attention gives for its normed input [tokens, hidden]."""
         spec, tokens = self.spec, normed.shape[0]
-        heads = adapt("qkv", normed, weights.qkv(normed)).view(tokens, -1, spec.head_dim)
-        q, k, v = self._turn(heads, weights, None if layer.rope is None else angles[layer.rope])
+        joined = adapt("qkv", normed, weights.qkv(normed))
+        turns = None if layer.rope is None else angles[layer.rope]
+        v: Tensor | None = None
+        if weights.latent is None:
+            q, k, v = self._turn(joined.view(tokens, -1, spec.head_dim), weights, turns)
+        else:
+            assert spec.latent is not None
+            q, k = absorbed_queries(joined, weights.latent, spec.latent, turns, self.ops, self._per_head)
         of_group = batch.groups[group]
         rest = None if of_group.remainders is None else of_group.remainders.slots
         self.attention.write(k, v, cache, of_group.slots, rest)
         out, _ = self.attention.attend(
             q, cache, batch, group, scale=spec.scale, window=layer.window, soft_cap=spec.attention_soft_cap
         )
+        if weights.latent is not None:
+            out = self._per_head(weights.latent.value_up, out)
         context = out.reshape(tokens, -1)
         return adapt("o", context, weights.o(context))
 
@@ -216,6 +237,10 @@ class Decoder:
             ops.rotate(k, *angles)
         return q, k, v
 
+    def _per_head(self, weights: HeadWeights, x: Tensor) -> Tensor:
+        """Implements `PerHead`."""
+        return each_head(weights, x)
+
     def _adapting(self, layer: int, adapters: Sequence[AdapterTokens]) -> Adapt:
         """Returns what adds the adapters' parts to the outputs y of a layer's projection of x, and returns them."""
 
@@ -232,29 +257,31 @@ class Decoder:
         if isinstance(weights.mlp, Experts):
             assert spec.moe is not None
             return _apply_experts(normed, weights.mlp, spec.moe, spec.activation, self.ops)
-        return _apply_mlp(normed, weights.mlp, spec.activation, self.ops, adapt)
+        return apply_mlp(normed, weights.mlp, spec.activation, self.ops, adapt)
 
 
 def _apply_experts(x: Tensor, weights: Experts, spec: MoESpec, activation: Activation, ops: Ops) -> Tensor:
     """Returns the experts' output [tokens, hidden] for x [tokens, hidden], in the dtype of x.
 
     Routing is in fp32. Tokens are grouped by expert. The experts add to their tokens in ascending order, in fp32, so
-    that a token's result does not depend on the other tokens.
+    that a token's result does not depend on the other tokens. What all tokens go through is added to their rounded sum.
     """
-    probabilities = torch.softmax(weights.router(x.float()), dim=-1)
-    shares, chosen = torch.topk(probabilities, spec.experts_per_token, dim=-1)
-    if spec.normalize:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
+    shares, chosen = choose_experts(weights.router(x.float()), weights.correction, spec)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, mlp in enumerate(weights.experts):
         rows, rank = torch.nonzero(chosen == expert, as_tuple=True)
         if rows.numel():
-            out = _apply_mlp(x[rows], mlp, activation, ops, lambda place, x, y: y)
+            out = apply_mlp(x[rows], mlp, activation, ops)
             total[rows] += out.float() * shares[rows, rank].unsqueeze(-1)
-    return total.to(x.dtype)
+    out = weights.joined(total.to(x.dtype))
+    return out if weights.shared is None else out + apply_mlp(x, weights.shared, activation, ops)
 
 
-def _apply_mlp(x: Tensor, mlp: GatedMLP, activation: Activation, ops: Ops, adapt: Adapt) -> Tensor:
+def _no_adapter(place: str, x: Tensor, y: Tensor) -> Tensor:
+    return y
+
+
+def apply_mlp(x: Tensor, mlp: GatedMLP, activation: Activation, ops: Ops, adapt: Adapt = _no_adapter) -> Tensor:
     """Returns down(activation(gate(x)) * up(x)) for x [tokens, hidden]."""
     gated = ops.gated(adapt("gate_up", x, mlp.gate_up(x)), activation)
     return adapt("down", gated, mlp.down(gated))

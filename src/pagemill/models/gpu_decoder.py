@@ -15,12 +15,24 @@ from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch
 from pagemill.models.adapter import AdapterTokens
-from pagemill.models.decoder import Adapt, Angles, Decoder, Experts, GatedMLP, LayerCaches, LayerWeights, OnLayer
-from pagemill.ops.triton_experts import apply_experts, stack
+from pagemill.models.decoder import (
+    Adapt,
+    Angles,
+    Decoder,
+    Experts,
+    GatedMLP,
+    LayerCaches,
+    LayerWeights,
+    OnLayer,
+    apply_mlp,
+)
+from pagemill.models.latent_attention import HeadWeights, LatentWeights
+from pagemill.models.routing import choose_experts
+from pagemill.ops.triton_experts import Routing, apply_experts, most_likely, stack
 from pagemill.ops.triton_ops import TritonOps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StackedExperts(Experts):
     """Holds a mixture whose experts' weights lie in two tensors, one expert behind the other.
 
@@ -31,6 +43,13 @@ class StackedExperts(Experts):
     down: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StackedHeads(HeadWeights):
+    """Holds one projection for each head in one tensor [heads, outputs, inputs]."""
+
+    stacked: Tensor
+
+
 class GpuDecoder(Decoder):
     """Runs decoders on `TritonOps`. A mixture of experts that are not plain weights (quantized, say) runs expert by
     expert, and waits for the device."""
@@ -39,7 +58,10 @@ class GpuDecoder(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = tuple(replace(layer, mlp=_stacked(layer.mlp)) for layer in self.weights.layers)
+        layers = tuple(
+            replace(layer, mlp=_stacked(layer.mlp), latent=_stacked_heads(layer.latent))
+            for layer in self.weights.layers
+        )
         self.weights = replace(self.weights, layers=layers)
         self.waits = any(type(layer.mlp) is Experts for layer in layers)
 
@@ -91,11 +113,22 @@ class GpuDecoder(Decoder):
         if not isinstance(mlp, StackedExperts):
             return super()._mlp(normed, weights, adapt)
         assert moe is not None
-        return apply_experts(
-            normed, mlp.router(normed.float()), mlp.gate_up, mlp.down, moe.experts_per_token,
-            normalize=moe.normalize, activation=self.spec.activation,
-            matrix_units=self.ops.has_matrix_units(normed.dtype),
+        logits = mlp.router(normed.float())
+        if moe.most_likely:
+            routing = most_likely(logits, moe.experts_per_token, normalize=moe.normalize)
+        else:
+            routing = Routing.of(*choose_experts(logits, mlp.correction, moe))
+        out = apply_experts(
+            normed, routing, mlp.gate_up, mlp.down,
+            activation=self.spec.activation, matrix_units=self.ops.has_matrix_units(normed.dtype),
         )  # fmt: skip
+        out = mlp.joined(out)
+        return out if mlp.shared is None else out + apply_mlp(normed, mlp.shared, self.spec.activation, self.ops)
+
+    def _per_head(self, weights: HeadWeights, x: Tensor) -> Tensor:
+        if not isinstance(weights, StackedHeads):
+            return super()._per_head(weights, x)
+        return torch.bmm(x.transpose(0, 1), weights.stacked.transpose(1, 2)).transpose(0, 1)
 
 
 def _stacked(mlp: GatedMLP | Experts) -> GatedMLP | Experts:
@@ -104,4 +137,19 @@ def _stacked(mlp: GatedMLP | Experts) -> GatedMLP | Experts:
         return mlp
     gate_up = stack([expert.gate_up for expert in mlp.experts])
     down = stack([expert.down for expert in mlp.experts])
-    return mlp if gate_up is None or down is None else StackedExperts(mlp.router, mlp.experts, gate_up, down)
+    if gate_up is None or down is None:
+        return mlp
+    return StackedExperts(
+        mlp.router, mlp.experts, mlp.correction, mlp.shared, gate_up=gate_up, down=down, join=mlp.join
+    )
+
+
+def _stacked_heads(latent: LatentWeights | None) -> LatentWeights | None:
+    """Returns latent attention with its heads' projections stacked."""
+    if latent is None:
+        return None
+    both = []
+    for heads in (latent.key_up, latent.value_up):
+        stacked = stack(heads.linears)
+        both.append(heads if stacked is None else StackedHeads(heads.linears, stacked))
+    return replace(latent, key_up=both[0], value_up=both[1])

@@ -15,6 +15,11 @@ class WeightNames:
     paired_rope: q and k rows hold each head's rotary pairs side by side (llama.cpp's llama), not in halves; undone at
                  load.
     ignored:     endings of tensors that hold nothing a decoder needs.
+
+    Of latent attention, `qkv` are the projections of the hidden state: to queries, and to the latent and the shared
+    key. With a latent for queries, query_down makes that in the place of the first, and query_up queries of it.
+    latent_up makes keys and values, head by head.
+    router_correction: the whole name of the tensor, which has no `.weight`.
     """
 
     embedding: str
@@ -34,6 +39,14 @@ class WeightNames:
     router: str = ""
     expert_gate_up: tuple[str, ...] = ()
     expert_down: str = ""
+    shared_gate_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    router_correction: str = ""
+    query_down: str = ""
+    query_norm: str = ""
+    query_up: str = ""
+    latent_norm: str = ""
+    latent_up: str = ""
     norm_offset: float = 0.0
     paired_rope: bool = False
     ignored: tuple[str, ...] = ()

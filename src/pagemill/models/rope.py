@@ -78,6 +78,11 @@ def scaled_max_position(parameters: Parameters, max_position: int) -> int:
     return max_position
 
 
+def magnitude(factor: float, weight: float = 1.0) -> float:
+    """Returns by how much yarn raises queries and keys where positions are stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _default(wavelengths: Tensor, _: Parameters, __: int) -> tuple[Tensor, float]:
     return 1.0 / wavelengths, 1.0
 
@@ -126,11 +131,9 @@ def _yarn(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, 
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
         mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-
-        def magnitude(weight: float) -> float:
-            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-        attention_factor = magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)
+        attention_factor = magnitude(factor)
+        if mscale and all_dim:
+            attention_factor = magnitude(factor, mscale) / magnitude(factor, all_dim)
     return inv_freq, float(attention_factor)
 
 

@@ -4,7 +4,8 @@ Every projection is cut by its outputs, and activations are gathered before and 
 hold a part of. So each output is one chain over all of its inputs, summed by one rank with the kernel that a single
 process would use: the bits do not depend on the number of ranks. Megatron-LM (Shoeybi et al., 2019) cuts every second
 projection by its inputs instead and adds the ranks' sums up, which takes two collectives in a layer for the four here,
-and rounds in another order for every number of ranks.
+and rounds in another order for every number of ranks. So do GPUs here (`Sharding.sums`), whose libraries choose kernels
+by the size of a part in any case.
 """
 
 from __future__ import annotations
@@ -47,6 +48,17 @@ class Exchange(Protocol):
         """
 
 
+class SummingExchange(Exchange, Protocol):
+    """Adds up besides, and hands out what one rank has."""
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Returns the sum of all ranks' parts, of one shape and dtype: the same bits on each. It may lie where the
+        contiguous part did. Raises as `all_gather` does."""
+
+    def broadcast(self, values: Tensor) -> None:
+        """Puts rank 0's contiguous values into those of all others. Raises as `all_gather` does."""
+
+
 def cut(size: int, ranks: int) -> list[slice]:
     """Returns the part of 0 .. size - 1 that each rank holds: neighbours, in order, of nearly equal numbers."""
     return [slice(size * rank // ranks, size * (rank + 1) // ranks) for rank in range(ranks)]
@@ -61,7 +73,13 @@ def kv_heads_of(spec: DecoderSpec, ranks: int) -> list[slice]:
 
 def check_heads(spec: DecoderSpec, ranks: int) -> None:
     """Raises ConfigError unless so many ranks can share a model's heads: equal numbers of query heads, and either equal
-    numbers of KV heads, or one each, the same for several ranks."""
+    numbers of KV heads, or one each, the same for several ranks. Latent attention is not shared."""
+    if spec.latent is not None:
+        raise ConfigError(
+            f"tensor_parallel_size is {ranks}, but models with latent attention ({spec.family}) run on one rank only "
+            f"so far; leave tensor_parallel_size out, or use replicas",
+            param="tensor_parallel_size",
+        )
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
         return
@@ -76,13 +94,19 @@ def check_heads(spec: DecoderSpec, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Says what a rank holds of a model whose heads `check_heads` has passed."""
+    """Says what a rank holds of a model whose heads `check_heads` has passed.
+
+    sums: the exchange, where plain projections back to the hidden state are cut by their inputs, and added up; None
+        where all are cut by their outputs.
+    """
 
     exchange: Exchange
+    sums: SummingExchange | None = None
 
-    def part(self, size: int) -> slice:
-        """Returns the rank's part of so many outputs."""
-        return cut(size, self.exchange.size)[self.exchange.rank]
+    def part(self, size: int, unit: int = 1) -> slice:
+        """Returns the rank's part of so many outputs, or inputs. unit: so many stay together."""
+        part = cut(size // unit, self.exchange.size)[self.exchange.rank]
+        return slice(unit * part.start, unit * part.stop)
 
     def qkv(self, spec: DecoderSpec) -> list[slice]:
         """Returns the rank's rows of q, of k and of v."""
@@ -100,6 +124,16 @@ class Sharding:
         unit: so many inputs stay together.
         """
         return GatheringLinear(self.exchange, part, self.widths(in_features, unit), self.widths(out_features))
+
+    def head(self, part: Linear, vocab_size: int) -> ShardedHead:
+        """Returns the head, of whose vocabulary the rank has a part."""
+        return ShardedHead(self.exchange, part, vocab_size, self.embedding(part.rows, vocab_size))
+
+    def embedding(self, rows: Rows, vocab_size: int) -> ShardedEmbedding:
+        """Returns the embedding, of whose vocabulary the rank has a part; `rows` looks up in it."""
+        if self.sums is None:
+            return ShardedEmbedding(self.exchange, rows, vocab_size)
+        return SummedEmbedding(self.sums, rows, vocab_size)
 
     def widths(self, size: int, unit: int = 1) -> list[int]:
         """Returns the sizes of all ranks' parts."""
@@ -126,13 +160,33 @@ class GatheringLinear:
         raise TypeError("a sharded projection has no rows")
 
 
-class ShardedHead:
-    """Implements `Linear` for a head that is cut by the vocabulary: one collective for logits, one for rows."""
+class SummingLinear:
+    """Implements `Linear` for a layer whose inputs lie on all ranks, in parts: each multiplies its own, and one
+    collective adds the products up.
 
-    def __init__(self, exchange: Exchange, part: Linear, vocab_size: int) -> None:
+    part: takes the rank's part of the inputs; one rank's adds the bias.
+    """
+
+    def __init__(self, exchange: SummingExchange, part: Linear) -> None:
+        self.in_features, self.out_features = part.in_features, part.out_features
+        self._exchange, self._part = exchange, part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns [tokens, out_features] for the rank's part of the inputs [tokens, in_features]."""
+        return self._exchange.all_reduce(self._part(x))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise TypeError("a sharded projection has no rows")
+
+
+class ShardedHead:
+    """Implements `Linear` for a head that is cut by the vocabulary: one collective for logits, one for rows, which
+    `embedding` looks up."""
+
+    def __init__(self, exchange: Exchange, part: Linear, vocab_size: int, embedding: ShardedEmbedding) -> None:
         self.in_features, self.out_features = part.in_features, vocab_size
         self.exchange, self.part = exchange, part
-        self._embedding = ShardedEmbedding(exchange, part.rows, vocab_size)
+        self._embedding = embedding
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = cut(self.out_features, self.exchange.size)
@@ -168,3 +222,18 @@ class ShardedEmbedding:
         every = self._exchange.all_gather(mine, [hidden] * self._exchange.size)
         owners = torch.bucketize(ids, self._ends, right=True)
         return every.view(len(ids), -1, hidden)[torch.arange(len(ids)), owners]
+
+
+class SummedEmbedding(ShardedEmbedding):
+    """Looks tokens up where parts are added up: all but one are zeros. Ids are not looked at by the host: those that
+    are not the vocabulary's have zeros."""
+
+    def __init__(self, exchange: SummingExchange, rows: Rows, vocab_size: int) -> None:
+        super().__init__(exchange, rows, vocab_size)
+        self._sums = exchange
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """Returns the rows of ids int64 [n]."""
+        mine = (ids >= self._mine.start) & (ids < self._mine.stop)
+        rows = self._rows(torch.where(mine, ids - self._mine.start, 0))
+        return self._sums.all_reduce(rows.masked_fill(~mine.unsqueeze(1), 0.0))

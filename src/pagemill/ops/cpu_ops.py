@@ -163,11 +163,11 @@ class CpuOps:
         _kernels.add_low_rank(native, x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), dtype_code(x))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        size = x.shape[-1]
+        shape, size = x.shape, x.shape[-1]
         check_contiguous("weight", weight, torch.float32, (size,))
         if x.dim() > 3 or x.stride(-1) != 1:
             x = x.reshape(-1, size).contiguous()
-        y = torch.empty(x.shape, dtype=x.dtype)
+        y = torch.empty(shape, dtype=x.dtype)
         outer, inner = x.shape[0], x.shape[1] if x.dim() == 3 else 1
         strides = x.stride(0), x.stride(1) if x.dim() == 3 else 0
         _kernels.rms_norm(

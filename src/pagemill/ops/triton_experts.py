@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from pagemill.ops.interface import Linear
+from pagemill.ops.quantized import check_contiguous
 from pagemill.ops.torch_ops import TorchLinear
 from pagemill.ops.triton_expert_kernels import arrange, combine, multiply_experts, route
 
@@ -66,24 +67,58 @@ def stack(linears: Sequence[Linear]) -> Tensor | None:
     return stacked
 
 
+class Routing(NamedTuple):
+    """Says which experts each token goes through, in ascending order, int32 [tokens, chosen], and how much each counts,
+    fp32 [tokens, chosen]; both contiguous."""
+
+    experts: Tensor
+    shares: Tensor
+
+    @classmethod
+    def of(cls, shares: Tensor, experts: Tensor) -> Routing:
+        """Returns what these say, [tokens, chosen] each, in any order."""
+        ascending, order = torch.sort(experts, dim=-1)
+        return cls(ascending.int(), shares.gather(1, order))
+
+
+def most_likely(logits: Tensor, chosen: int, *, normalize: bool) -> Routing:
+    """Returns each token's `chosen` most likely experts with their probabilities.
+
+    logits: fp32 [tokens, experts], contiguous. normalize: the shares are made to sum to 1.
+    """
+    tokens, experts = logits.shape
+    if logits.dtype != torch.float32 or not logits.is_contiguous() or chosen > experts:
+        raise ValueError(
+            f"logits must be contiguous float32 [tokens, {chosen} or more experts], not {logits.dtype} {logits.shape}"
+        )
+    assigned = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
+    shares = torch.empty(tokens, chosen, dtype=torch.float32, device=logits.device)
+    if tokens:
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # kernels start on the current device
+            route[(tokens,)](
+                logits, assigned, shares,
+                EXPERTS=experts, PLACES=triton.next_power_of_2(experts), CHOSEN=chosen, NORMALIZE=normalize,
+                num_warps=1,
+            )  # fmt: skip
+    return Routing(assigned, shares)
+
+
 def apply_experts(
     x: Tensor,
-    logits: Tensor,
+    routing: Routing,
     gate_up: Tensor,
     down: Tensor,
-    chosen: int,
     *,
-    normalize: bool,
     activation: Literal["silu", "gelu_tanh"],
     matrix_units: bool,
 ) -> Tensor:
-    """Returns the sum of what each token's `chosen` most likely experts give, [tokens, hidden], in the dtype of x.
+    """Returns the sum of what each token's experts give, times their shares, [tokens, hidden], in the dtype of x.
 
     x [tokens, hidden], gate_up [experts, 2 * size, hidden] and down [experts, hidden, size] are contiguous and of one
-    dtype; logits fp32 [tokens, experts]. normalize: the chosen experts' shares are made to sum to 1. matrix_units: the
-    GPU has matrix units for the dtype, and Triton takes them.
+    dtype. matrix_units: the GPU has matrix units for the dtype, and Triton takes them.
     """
     (tokens, hidden), experts, size = x.shape, gate_up.shape[0], down.shape[2]
+    chosen = routing.experts.shape[1]
     if gate_up.shape != (experts, 2 * size, hidden) or down.shape != (experts, hidden, size) or chosen > experts:
         raise ValueError(
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} and {chosen} chosen experts "
@@ -92,14 +127,12 @@ def apply_experts(
     for name, tensor, dtype in (("x", x, x.dtype), ("gate_up", gate_up, x.dtype), ("down", down, x.dtype)):
         if tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous {dtype}, not {tensor.dtype} with strides {tensor.stride()}")
-    if logits.dtype != torch.float32 or logits.shape != (tokens, experts) or not logits.is_contiguous():
-        raise ValueError(f"logits must be contiguous float32 {(tokens, experts)}, not {logits.dtype} {logits.shape}")
+    check_contiguous("experts", routing.experts, torch.int32, (tokens, chosen))
+    check_contiguous("shares", routing.shares, torch.float32, (tokens, chosen))
     y = torch.empty_like(x)
     if not tokens:
         return y
     rows, places = tokens * chosen, triton.next_power_of_2(experts)
-    assigned = torch.empty(rows, dtype=torch.int32, device=x.device)
-    shares = torch.empty(rows, dtype=torch.float32, device=x.device)
     inner = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     parts = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
 
@@ -115,14 +148,11 @@ def apply_experts(
         )  # fmt: skip
 
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-        route[(tokens,)](
-            logits, assigned, shares, EXPERTS=experts, PLACES=places, CHOSEN=chosen, NORMALIZE=normalize, num_warps=1
-        )
-        order, begins = _sort(assigned, experts)
+        order, begins = _sort(routing.experts.view(-1), experts)
         multiply(x, gate_up, inner, gated=True)
         multiply(inner, down, parts, gated=False)
         combine[(tokens, triton.cdiv(hidden, COMBINED))](
-            parts, shares, y, SIZE=hidden, CHOSEN=chosen, BLOCK=COMBINED, enable_fp_fusion=False
+            parts, routing.shares, y, SIZE=hidden, CHOSEN=chosen, BLOCK=COMBINED, enable_fp_fusion=False
         )
     return y
 

@@ -60,13 +60,15 @@ CLOCKS: dict[str, type[WallClock]] = {"wall": WallClock, "cpu": CpuClock}
 
 
 class _TimedExecutor:
-    """Is an executor, and notes what its last step was, and how long that ran."""
+    """Is an executor, and notes which step it has brought last, and how long the engine waited for that."""
 
     def __init__(self, executor: Any, clock: WallClock) -> None:
         self._executor = executor
         self._clock = clock
         self.plan: StepPlan | None = None
         self.seconds = 0.0
+        self._submitting: dict[int, float] = {}
+        """Seconds by the steps that have not been collected."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -74,14 +76,14 @@ class _TimedExecutor:
     def submit(self, plan: StepPlan) -> StepHandle:
         begin = self._clock.now()
         handle: StepHandle = self._executor.submit(plan)
-        self.plan = plan
-        self.seconds = self._clock.now() - begin
+        self._submitting[plan.step] = self._clock.now() - begin
         return handle
 
     def collect(self, handle: StepHandle) -> StepResult:
         begin = self._clock.now()
         result: StepResult = self._executor.collect(handle)
-        self.seconds += self._clock.now() - begin
+        self.plan = handle.plan
+        self.seconds = self._submitting.pop(handle.plan.step) + self._clock.now() - begin
         return result
 
 

@@ -118,7 +118,8 @@ def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     pieces = (F.pad(probabilities, (0, pad)) if pad else probabilities).view(len(probabilities), -1, _PIECE)
     sums = torch.cumsum(pieces.sum(-1).double(), -1)
     target = _below(uniforms * sums[:, -1], sums[:, -1])
-    piece = torch.searchsorted(sums, target[:, None], right=True)
+    # Not finite, a row's target lies beyond the last piece, and whoever drew it tells of that.
+    piece = torch.searchsorted(sums, target[:, None], right=True).clamp_(max=sums.shape[1] - 1)
     before = torch.where(piece > 0, sums.gather(1, (piece - 1).clamp_(min=0)), 0.0)
     inside = torch.cumsum(pieces.gather(1, piece[:, :, None].expand(-1, -1, _PIECE))[:, 0].double(), -1)
     # The float32 sum of a piece and its float64 cumulative sum differ in the last bits: stay below what is there.

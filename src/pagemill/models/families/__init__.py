@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pagemill.errors import UnsupportedModelError
-from pagemill.models.families import gemma, llama, qwen
+from pagemill.models.families import deepseek, gemma, llama, qwen
 from pagemill.models.families.base import Family, ModelConfig
 
-FAMILIES: dict[str, Family] = dict(sorted({**gemma.FAMILIES, **llama.FAMILIES, **qwen.FAMILIES}.items()))
+FAMILIES: dict[str, Family] = dict(
+    sorted({**deepseek.FAMILIES, **gemma.FAMILIES, **llama.FAMILIES, **qwen.FAMILIES}.items())
+)
 
 __all__ = ["FAMILIES", "Family", "ModelConfig", "find_family"]
 

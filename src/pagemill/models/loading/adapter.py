@@ -58,6 +58,11 @@ class AdapterLoader:
     def load(self, path: str | Path, free_bytes: int) -> Adapter:
         """Returns an adapter, packed for the device, in what memory is free there. Raises `ModelLoadError` children."""
         folder = Path(path).expanduser()
+        if self._spec.latent is not None:
+            raise AdapterError(
+                f"the adapter in {folder} is for a model with latent attention ({self._spec.family}), for which "
+                f"adapters are not served; merge it into the model"
+            )
         config = _read_config(folder)
         rank, scale = _scaling(folder, config, self._max_rank)
         file = _AdapterFile(folder)
@@ -152,6 +157,8 @@ class _AdapterFile(Checkpoint):
 
 def _projections(spec: DecoderSpec, names: WeightNames) -> dict[str, _Projection]:
     """Returns what adapters may add to, by the module's name."""
+    if spec.latent is not None:
+        return {}
     hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     found: dict[str, _Projection] = {}
     for index, layer in enumerate(spec.layers):

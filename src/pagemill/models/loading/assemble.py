@@ -5,31 +5,26 @@ At any time at most one joined matrix exists beside what has been packed.
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from pagemill.errors import CorruptWeightsError, UnsupportedModelError
+from pagemill.errors import UnsupportedModelError
 from pagemill.models.decoder import DecoderWeights, Experts, GatedMLP, LayerWeights
+from pagemill.models.latent_attention import HeadWeights, LatentWeights
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
 from pagemill.models.loading.keep import Keep, Nothing
-from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
+from pagemill.models.loading.matrices import Pairs, kept_rows
+from pagemill.models.loading.pieces import quantize_pieces
+from pagemill.models.loading.tensor_reader import Progress, TensorReader
 from pagemill.models.names import WeightNames
-from pagemill.models.sharding import ShardedEmbedding, ShardedHead, Sharding
-from pagemill.models.spec import DecoderSpec
+from pagemill.models.sharding import ShardedEmbedding, Sharding, SummingExchange, SummingLinear
+from pagemill.models.spec import DecoderSpec, LatentSpec
 from pagemill.ops.interface import Linear, Ops
-from pagemill.ops.quantized import GROUP, AffineWeight, Float8Weight, QuantizedWeight, keep_int4, quantize_int8
-
-_OWN_MAPPING_BYTES = 1 << 20
-_STAGING_BYTES = 16 << 20
-_STAGING_PART = 24
-"""Staging takes up to one part in so many of a large checkpoint."""
-
-Progress = Callable[[int, int], None]
+from pagemill.ops.quantized import AffineWeight, Float8Weight, keep_int4
 
 
 @dataclass
@@ -52,10 +47,10 @@ class Assembler:
     keep: Keep = field(default_factory=Nothing)
 
     def __post_init__(self) -> None:
-        self._staging: Tensor | None = None
-        self._used: set[str] = set()
-        self._done = 0
-        self._total = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if not self._ignored(name))
+        counted = [name for name in self.checkpoint.tensors if not self._ignored(name)]
+        self._reader = TensorReader(
+            self.checkpoint, self.device, counted, self.progress, stages=self.ops.copies_weights
+        )
 
     def assemble(self) -> DecoderWeights:
         """Returns the decoder's weights.
@@ -67,7 +62,7 @@ class Assembler:
         embedding: Tensor | ShardedEmbedding | None = None
         if not spec.tied_embeddings:
             embedding = self._embedding(names.embedding)
-        self._staging = None  # an embedding of its own stays where it is
+        self._reader.leave()  # an embedding of its own stays where it is
         # the largest matrix first: its copies are gone before the layers take memory
         lm_head = self._head(names.embedding if spec.tied_embeddings else names.lm_head)
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
@@ -79,17 +74,17 @@ class Assembler:
     def _head(self, name: str) -> Linear:
         vocab_size, sharding = self.spec.vocab_size, self.sharding
         head = self._linear((name,), (vocab_size,), self.spec.hidden_size, keep=self._parts(vocab_size))
-        return head if sharding is None else ShardedHead(sharding.exchange, head, vocab_size)
+        return head if sharding is None else sharding.head(head, vocab_size)
 
     def _embedding(self, name: str) -> Tensor | ShardedEmbedding:
         vocab_size, sharding = self.spec.vocab_size, self.sharding
 
         def make() -> Tensor:
-            whole = self._matrix((name,), (vocab_size,), self.spec.hidden_size)
+            whole = self._reader.matrix((name,), (vocab_size,), self.spec.hidden_size, dtype=self.dtype)
             return whole if sharding is None else whole[sharding.part(vocab_size)].clone()
 
         part = self.keep.tensor(name, make)
-        return part if sharding is None else ShardedEmbedding(sharding.exchange, part.__getitem__, vocab_size)
+        return part if sharding is None else sharding.embedding(part.__getitem__, vocab_size)
 
     def _parts(self, *sizes: int) -> list[slice] | None:
         """Returns the rows to keep of joined parts of these sizes; None for all."""
@@ -101,13 +96,25 @@ class Assembler:
         unit: so many inputs stay together.
         """
         hidden, sharding = self.spec.hidden_size, self.sharding
+        if (part := self._summed(name, columns, unit, bias)) is not None:
+            return SummingLinear(*part)
         linear = self._linear((name,), (hidden,), columns, bias, keep=self._parts(hidden))
         return linear if sharding is None else sharding.gathering(linear, columns, hidden, unit)
+
+    def _summed(
+        self, name: str, columns: int, unit: int = 1, bias: bool = False
+    ) -> tuple[SummingExchange, Linear] | None:
+        """Returns what adds up, and the rank's part, of a layer back to the hidden size that is cut by its inputs; None
+        for one that is not. Weights that are not plain numbers are not: scales belong to several inputs."""
+        sharding = self.sharding
+        if sharding is None or sharding.sums is None or not self._is_plain((name,)):
+            return None
+        inputs = sharding.part(columns, unit)
+        return sharding.sums, self._linear((name,), (self.spec.hidden_size,), columns, bias, inputs=inputs)
 
     def _layer(self, index: int) -> LayerWeights:
         spec, names = self.spec, self.names
         prefix = names.layer.format(layer=index)
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
         def norm(name: str, size: int, present: bool = True) -> Tensor | None:
             return self._norm(prefix + name, size) if present else None
@@ -120,44 +127,107 @@ class Assembler:
             mlp = self._experts(prefix)
         else:
             mlp = self._mlp(names_of(names.gate_up), prefix + names.down, spec.intermediate_size)
+        qkv, latent = self._projections(prefix)
+        head_outputs = spec.head_dim if spec.latent is None else spec.latent.value_dim
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm, spec.hidden_size),
-            qkv=self._linear(
-                names_of(names.qkv),
-                (queries, keys, keys),
-                spec.hidden_size,
-                spec.qkv_bias,
-                unpair=(spec.num_heads, spec.num_kv_heads) if names.paired_rope else (),
-                keep=None if self.sharding is None else self.sharding.qkv(spec),
-            ),
-            o=self._closing(prefix + names.o, queries, spec.head_dim, spec.o_bias),
+            qkv=qkv,
+            o=self._closing(prefix + names.o, spec.num_heads * head_outputs, head_outputs, spec.o_bias),
             pre_mlp_norm=self._norm(prefix + names.pre_mlp_norm, spec.hidden_size),
             mlp=mlp,
             q_norm=norm(names.q_norm, spec.head_dim, spec.qk_norm),
             k_norm=norm(names.k_norm, spec.head_dim, spec.qk_norm),
             post_attention_norm=norm(names.post_attention_norm, spec.hidden_size, spec.post_norms),
             post_mlp_norm=norm(names.post_mlp_norm, spec.hidden_size, spec.post_norms),
+            latent=latent,
+        )
+
+    def _projections(self, prefix: str) -> tuple[Linear, LatentWeights | None]:
+        """Returns the joined projections of the hidden state, and what latent attention has beside them."""
+        spec, names = self.spec, self.names
+        parts = [prefix + part for part in names.qkv]
+        if spec.latent is not None:
+            return self._latent(spec.latent, prefix, parts)
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        unpair = [Pairs(spec.num_heads), Pairs(spec.num_kv_heads)] if names.paired_rope else ()
+        keep = None if self.sharding is None else self.sharding.qkv(spec)
+        return self._linear(parts, (queries, keys, keys), spec.hidden_size, spec.qkv_bias, unpair, keep), None
+
+    def _latent(self, latent: LatentSpec, prefix: str, parts: list[str]) -> tuple[Linear, LatentWeights]:
+        spec, names, rank = self.spec, self.names, latent.query_rank
+        kept, queries = latent.rank + latent.rope_dim, spec.num_heads * latent.query_dim
+        turning: Pairs | None = None
+        shared: Pairs | None = None
+        if latent.paired:
+            turning, shared = Pairs(spec.num_heads, latent.nope_dim), Pairs(1, latent.rank)
+        query_norm = query_up = None
+        if rank is not None:
+            parts = [prefix + names.query_down, *parts[1:]]
+            query_norm = self._norm(prefix + names.query_norm, rank)
+            query_up = self._linear((prefix + names.query_up,), (queries,), rank, unpair=(turning,))
+            turning = None
+        down = self._linear(parts, (rank or queries, kept), spec.hidden_size, unpair=(turning, shared))
+        latent_norm = self._norm(prefix + names.latent_norm, latent.rank)
+        key_up, value_up = self._head_projections(latent, prefix + names.latent_up)
+        return down, LatentWeights(latent_norm, key_up, value_up, query_norm, query_up)
+
+    def _head_projections(self, latent: LatentSpec, name: str) -> tuple[HeadWeights, HeadWeights]:
+        """Returns what maps queries to latents, the transposed first rows of each head, and latents to values, its
+        other rows. They are held in the model's dtype, however they are stored."""
+        heads, sizes = self.spec.num_heads, (latent.nope_dim, latent.value_dim)
+
+        @cache
+        def whole() -> Tensor:
+            matrix = self._reader.matrix((name,), (heads * sum(sizes),), latent.rank, dtype=self._held((name,)))
+            return matrix.view(heads, sum(sizes), latent.rank)
+
+        def packed(kind: str, cut: Callable[[Tensor], Tensor]) -> HeadWeights:
+            def make(head: int) -> Linear:
+                return self.ops.pack_linear(cut(whole()[head]).contiguous(), None, self.dtype)
+
+            return HeadWeights(
+                tuple(self.keep.linear(f"{name}.{kind}.{head}", partial(make, head)) for head in range(heads))
+            )
+
+        return (
+            packed("key", lambda rows: rows[: latent.nope_dim].T),
+            packed("value", lambda rows: rows[latent.nope_dim :]),
         )
 
     def _mlp(self, gate_up: Sequence[str], down: str, size: int) -> GatedMLP:
+        return GatedMLP(self._gate_up(gate_up, size), self._closing(down, size, bias=self.spec.mlp_bias))
+
+    def _gate_up(self, names: Sequence[str], size: int) -> Linear:
         hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
-        joined = self._linear(gate_up, (size, size), hidden, bias, keep=self._parts(size, size))
-        return GatedMLP(joined, self._closing(down, size, bias=bias))
+        return self._linear(names, (size, size), hidden, bias, keep=self._parts(size, size))
 
     def _experts(self, prefix: str) -> Experts:
         spec, names = self.spec, self.names
         assert spec.moe is not None
         router = self._router(prefix + names.router, spec.moe.num_experts)
-        experts = []
-        for expert in range(spec.moe.num_experts):
+        experts, size, join = [], spec.moe.intermediate_size, None
+        downs = [prefix + names.expert_down.format(expert=expert) for expert in range(spec.moe.num_experts)]
+        together = all(self._is_plain((down,)) for down in downs)
+        for expert, down in enumerate(downs):
             gate_up = [prefix + part.format(expert=expert) for part in names.expert_gate_up]
-            down = prefix + names.expert_down.format(expert=expert)
-            experts.append(self._mlp(gate_up, down, spec.moe.intermediate_size))
-        return Experts(router, tuple(experts))
+            if together and (part := self._summed(down, size, bias=spec.mlp_bias)) is not None:
+                exchange, of_rank = part
+                experts.append(GatedMLP(self._gate_up(gate_up, size), of_rank))
+                join = exchange.all_reduce
+            else:
+                experts.append(self._mlp(gate_up, down, size))
+        correction = shared = None
+        if spec.moe.correction:
+            name = prefix + names.router_correction
+            correction = self.keep.tensor(name, partial(self._reader.vector, name, spec.moe.num_experts))
+        if spec.moe.shared_size:
+            gate_up = [prefix + part for part in names.shared_gate_up]
+            shared = self._mlp(gate_up, prefix + names.shared_down, spec.moe.shared_size)
+        return Experts(router, tuple(experts), correction, shared, join=join)
 
     def _router(self, name: str, num_experts: int) -> Linear:
         def make() -> Linear:
-            weight = self._matrix((name,), (num_experts,), self.spec.hidden_size, dtype=torch.float32)
+            weight = self._reader.matrix((name,), (num_experts,), self.spec.hidden_size, dtype=torch.float32)
             return self.ops.pack_linear(weight)
 
         return self.keep.linear(name, make)
@@ -168,14 +238,16 @@ class Assembler:
         rows: tuple[int, ...],
         columns: int,
         bias: bool = False,
-        unpair: tuple[int, ...] = (),
+        unpair: Sequence[Pairs | None] = (),
         keep: Sequence[slice] | None = None,
+        inputs: slice | None = None,
     ) -> Linear:
         """Returns the joined parts' rows as a layer.
 
         keep: by part, the rows that the layer has; None for all.
+        inputs: of plain weights, the columns that the layer has, one rank's with the bias; None for all.
         """
-        return self.keep.linear("+".join(parts), lambda: self._packed(parts, rows, columns, bias, unpair, keep))
+        return self.keep.linear("+".join(parts), lambda: self._packed(parts, rows, columns, bias, unpair, keep, inputs))
 
     def _packed(
         self,
@@ -183,32 +255,46 @@ class Assembler:
         rows: tuple[int, ...],
         columns: int,
         bias: bool,
-        unpair: tuple[int, ...],
+        unpair: Sequence[Pairs | None],
         keep: Sequence[slice] | None,
+        inputs: slice | None,
     ) -> Linear:
         def kept(*joined: Tensor) -> Iterator[Tensor]:
-            return (_rows(each, rows, keep) for each in joined)
+            return (kept_rows(each, rows, keep) for each in joined)
 
         offsets = None
         if bias:
-            (offsets,) = kept(self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32))
-        if self._keeps_narrow() and all(map(self.checkpoint.stores_float8, self._weights(parts))):
-            *numbers, group = self._float8(parts, rows, columns, unpair)
+            (offsets,) = kept(self._reader.matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32))
+        if self._stays_float8(parts):
+            *numbers, group = self._reader.float8(parts, rows, columns, unpair)
             values, scale = (part.to(self.device) for part in kept(*numbers))
             return self.ops.pack_float8(Float8Weight(values.view(torch.float8_e4m3fn), scale, group), offsets)
         bits, affine = self._bits(parts), self._kept_bits(parts)
         if affine is not None and (bits is None or self._keeps_narrow()):
-            values, scale, low = (part.to(self.device) for part in kept(*self._integers(parts, rows, columns, unpair)))
+            integers = self._reader.integers(parts, rows, columns, unpair)
+            values, scale, low = (part.to(self.device) for part in kept(*integers))
             return self.ops.pack_affine(AffineWeight(values, scale, low, affine), offsets)
         if bits is None:
-            (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts)))
+            (weight,) = kept(self._reader.matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts)))
+            if inputs is not None:
+                assert self.sharding is not None
+                weight, offsets = weight[:, inputs].contiguous(), offsets if self.sharding.exchange.rank == 0 else None
+            elif len(weight) < sum(rows) and not self.ops.copies_weights:
+                weight = weight.clone()  # a view would hold what others have
             return self.ops.pack_linear(weight, offsets, self.dtype)
         if bits == 4:
-            quantized = keep_int4(*kept(*self._integers(parts, rows, columns, unpair)))
+            quantized = keep_int4(*kept(*self._reader.integers(parts, rows, columns, unpair)))
         else:
-            (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._stored(parts)))
+            (weight,) = kept(self._reader.matrix(parts, rows, columns, unpair=unpair, dtype=self._stored(parts)))
             quantized = quantize_pieces(weight)
         return self.ops.pack_quantized(quantized, offsets, self.dtype)
+
+    def _is_plain(self, parts: Sequence[str]) -> bool:
+        """Returns True if a joined matrix is held as plain numbers, without scales."""
+        return self._bits(parts) is None and self._kept_bits(parts) is None and not self._stays_float8(parts)
+
+    def _stays_float8(self, parts: Sequence[str]) -> bool:
+        return self._keeps_narrow() and all(map(self.checkpoint.stores_float8, self._weights(parts)))
 
     def _keeps_narrow(self) -> bool:
         """Returns True if weights stay as narrow as they are stored, in a model of any dtype."""
@@ -247,157 +333,23 @@ class Assembler:
         """Returns the names of those parts' weights that are there; `_expect` refuses the others."""
         return [name for part in parts if (name := f"{part}.weight") in self.checkpoint.tensors]
 
-    def _integers(
-        self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the joined parts as the integers of the file: values, scale and low, as `read_affine` does.
-
-        If one part has a scale for each 16 columns, all have.
-        """
-        values, scales, lows = self._narrow(parts, rows, columns, unpair, self.checkpoint.read_affine)
-        most = max(scale.shape[1] for scale in scales)
-        scale, low = (
-            torch.cat([each.repeat_interleave(most // each.shape[1], dim=1) for each in part])
-            for part in (scales, lows)
-        )
-        return _joined(values), scale, low
-
-    def _float8(
-        self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor, int]:
-        """Returns the joined parts in fp8: values as uint8, scale and columns of a scale, as `read_float8` does."""
-        groups = set()
-
-        def read(name: str) -> tuple[Tensor, Tensor]:
-            weight = self.checkpoint.read_float8(name)
-            groups.add(weight.group)
-            return weight.values.view(torch.uint8), weight.scale
-
-        values, scales = self._narrow(parts, rows, columns, unpair, read)
-        (group,) = groups
-        return _joined(values), _joined(scales), group
-
-    def _narrow(
-        self,
-        parts: Sequence[str],
-        rows: tuple[int, ...],
-        columns: int,
-        unpair: tuple[int, ...],
-        read: Callable[[str], tuple[Tensor, ...]],
-    ) -> list[tuple[Tensor, ...]]:
-        """Returns what `read` reads of each part, values first: all parts' values, all parts' scales, and so on."""
-        if len(parts) == 1:
-            rows = (sum(rows),)
-        joined: list[tuple[Tensor, ...]] = []
-        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
-            name = f"{part}.weight"
-            self._expect(name, (count, columns))
-            found = read(name)
-            self._check_finite(name, torch.cat(found[1:]))
-            self._count(name)
-            joined.append(tuple(_unpaired(each, unpair[index]) if index < len(unpair) else each for each in found))
-        return [*zip(*joined, strict=True)]
-
-    def _matrix(
-        self,
-        parts: Sequence[str],
-        rows: tuple[int, ...],
-        columns: int,
-        *,
-        unpair: tuple[int, ...] = (),
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Returns the parts joined by rows, [sum(rows), columns]; with columns = 0 their biases, [sum(rows)].
-
-        It must be packed before the next matrix is read.
-        unpair: the numbers of heads of the leading parts, in whose rows rotary pairs lie side by side.
-        """
-        if len(parts) == 1:
-            rows = (sum(rows),)
-        kind, tail = ("weight", (columns,)) if columns else ("bias", ())
-        for part, count in zip(parts, rows, strict=True):
-            self._expect(f"{part}.{kind}", (count, *tail))
-        shape, dtype = (sum(rows), *tail), dtype or self.dtype
-        joined = self._stage(shape, dtype) if columns else _empty(shape, dtype, self.device)
-        begin = 0
-        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
-            out = joined[begin : begin + count]
-            self._read(f"{part}.{kind}", out)
-            if index < len(unpair):
-                out.copy_(_unpaired(out, unpair[index]))
-            begin += count
-        return joined
-
-    def _stage(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns memory for a matrix until it is packed.
-
-        The last matrix's memory serves again where it may, because fresh pages cost more time than writing into them.
-        Large matrices get memory of their own, which goes back to the system.
-        """
-        nbytes = math.prod(shape) * dtype.itemsize
-        most = max(_STAGING_BYTES, self._total // _STAGING_PART)
-        if nbytes > most or not self.ops.copies_weights:
-            return _empty(shape, dtype, self.device)
-        if self._staging is None:
-            self._staging = _empty((most,), torch.uint8, self.device)
-        return self._staging[:nbytes].view(dtype).view(shape)
-
     def _norm(self, name: str, size: int) -> Tensor:
         def make() -> Tensor:
-            self._expect(f"{name}.weight", (size,))
-            weight = torch.empty(size, dtype=torch.float32, device=self.device)
-            self._read(f"{name}.weight", weight)
+            weight = self._reader.vector(f"{name}.weight", size)
             return weight + self.names.norm_offset if self.names.norm_offset else weight
 
         return self.keep.tensor(name, make)
 
-    def _expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks a tensor before memory is taken for it."""
-        info = self.checkpoint.tensors.get(name)
-        path = self.checkpoint.path
-        if info is None:
-            raise CorruptWeightsError(
-                f"{path} has no tensor {name!r}, which its configuration asks for; download it again"
-            )
-        if info.shape != shape:
-            raise CorruptWeightsError(
-                f"tensor {name!r} in {path} has shape {list(info.shape)}, but the configuration asks for "
-                f"{list(shape)}; weights and configuration belong to different models"
-            )
-
-    def _read(self, name: str, out: Tensor) -> None:
-        self.checkpoint.read_into(name, out)
-        self._check_finite(name, out)
-        self._count(name)
-
-    def _check_finite(self, name: str, out: Tensor) -> None:
-        flat = out.view(-1)
-        ends: list[Tensor] = []
-
-        def look(begin: int, end: int) -> None:
-            ends.extend(torch.aminmax(flat[begin:end]))  # NaN goes through; cheaper than a mask of all elements
-
-        each_piece(len(flat), PIECE_BYTES // out.itemsize, look)
-        low, high = torch.aminmax(torch.stack(ends))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            dtype = str(out.dtype).removeprefix("torch.")
-            raise CorruptWeightsError(
-                f"tensor {name!r} in {self.checkpoint.path} is not finite in {dtype} (from {low:g} to {high:g}); "
-                f"download it again, or load it with dtype='float32' if it is sound"
-            )
-
-    def _count(self, name: str) -> None:
-        self._used.add(name)
-        self._done += self.checkpoint.tensors[name].nbytes
-        if self.progress is not None:
-            self.progress(self._done, self._total)
-
     def _ignored(self, name: str) -> bool:
-        tied_head = self.spec.tied_embeddings and name == f"{self.names.lm_head}.weight"
-        return tied_head or name.endswith(self.names.ignored)
+        spec, names = self.spec, self.names
+        tied_head = spec.tied_embeddings and name == f"{names.lm_head}.weight"
+        behind = range(len(spec.layers), len(spec.layers) + spec.draft_layers)
+        drafts = any(name.startswith(names.layer.format(layer=index)) for index in behind)
+        return tied_head or drafts or name.endswith(names.ignored)
 
     def _refuse_unused(self) -> None:
-        unused = sorted(name for name in self.checkpoint.tensors if name not in self._used and not self._ignored(name))
+        left = self.checkpoint.tensors.keys() - self._reader.used
+        unused = sorted(name for name in left if not self._ignored(name))
         unused = [name for name in unused if not self.checkpoint.adds_nothing(name)]
         if unused:
             raise UnsupportedModelError(
@@ -406,54 +358,6 @@ class Assembler:
             )
 
 
-def quantize_pieces(weight: Tensor) -> QuantizedWeight:
-    """Returns a matrix in 8 bits, rounded piece by piece, so that it is never held in float32 as a whole."""
-    rows, columns = weight.shape
-    values = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16, device=weight.device)
-
-    def fill(begin: int, end: int) -> None:
-        piece = quantize_int8(weight[begin:end].float())
-        values[begin:end], scales[begin:end] = piece.values, piece.scales
-
-    each_piece(rows, max(1, PIECE_BYTES // 4 // columns), fill)
-    return QuantizedWeight(values, scales)
-
-
-def _rows(joined: Tensor, sizes: Sequence[int], keep: Sequence[slice] | None) -> Tensor:
-    """Returns rows of parts of these sizes, which lie one after the other: of each part those to keep, or all."""
-    if keep is None:
-        return joined
-    begins = [sum(sizes[:part]) for part in range(len(sizes))]
-    ranges = [joined[at + rows.start : at + rows.stop] for at, rows in zip(begins, keep, strict=True)]
-    return torch.cat(ranges) if len(ranges) > 1 else ranges[0]
-
-
 def _bits_for(stored: set[int | None]) -> int | None:
     """Returns the bits, 4 or 8, that hold parts of so many stored bits; None unless all are stored in integers."""
     return None if None in stored or not stored else 4 if stored == {4} else 8
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the parts' rows as one tensor; a single part as it is."""
-    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
-
-
-def _unpaired(rows: Tensor, heads: int) -> Tensor:
-    """Returns the rows of `heads` heads with rotary pairs in halves; in `rows` they lie side by side."""
-    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns memory for one matrix.
-
-    A large one on CPU gets a mapping of its own, which goes back to the system as a whole. The C library's heap would
-    keep holes between the packed weights (measured: a fifth of their size).
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < _OWN_MAPPING_BYTES:
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

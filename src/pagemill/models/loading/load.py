@@ -16,13 +16,14 @@ from pagemill.errors import ConfigError, ModelNotFoundError
 from pagemill.machine import cpu_features
 from pagemill.models.decoder import Decoder, DecoderMaker, DecoderWeights
 from pagemill.models.families import ModelConfig, find_family
-from pagemill.models.loading.assemble import Assembler, Progress
+from pagemill.models.loading.assemble import Assembler
 from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
 from pagemill.models.loading.keep import Keep, Nothing
 from pagemill.models.loading.packed_store import PackedStore, packed_key
 from pagemill.models.loading.pieces import piece_threads
 from pagemill.models.loading.quantized_folder import open_folder
+from pagemill.models.loading.tensor_reader import Progress
 from pagemill.models.names import WeightNames
 from pagemill.models.sharding import Sharding, check_heads
 from pagemill.models.spec import DecoderSpec

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 from pagemill import _kernels
+from pagemill.ops.quantized import GROUP, QuantizedWeight, quantize_int8
 
 PIECE_BYTES = 1 << 20
 """About the size of a piece."""
@@ -52,3 +54,20 @@ def each_piece(length: int, step: int, work: Callable[[int, int], None]) -> None
         return
     for _ in pool.map(lambda piece: work(*piece), pieces):
         pass
+
+
+def quantize_pieces(weight: Tensor) -> QuantizedWeight:
+    """Returns a finite matrix in 8 bits, as `quantize_int8` does, without holding it in float32 as a whole."""
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16, device=weight.device)
+    if weight.device.type == "cpu":
+        _kernels.quantize_int8(weight.contiguous(), values, scales)
+        return QuantizedWeight(values, scales)
+
+    def fill(begin: int, end: int) -> None:
+        piece = quantize_int8(weight[begin:end].float())
+        values[begin:end], scales[begin:end] = piece.values, piece.scales
+
+    each_piece(rows, max(1, PIECE_BYTES // 4 // columns), fill)
+    return QuantizedWeight(values, scales)

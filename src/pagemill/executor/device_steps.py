@@ -1,0 +1,140 @@
+"""DeviceSteps: how a device runs steps whose arrays the host gives it, without waiting, one by one or as graphs.
+
+Where several devices work as one, each has its own, and is given the same arrays in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagemill.attention.interface import HostLengths
+from pagemill.executor.activation_peak import TRANSFER_BYTES, LargestStep, activation_peak
+from pagemill.executor.backend import Backend
+from pagemill.executor.device import Device
+from pagemill.executor.device_rows import EDIT_ARRAYS, DeviceRows, Queries
+from pagemill.executor.graphs import Graphs, Shape, budget
+from pagemill.executor.interface import ExecutorMemory
+from pagemill.executor.staging import Place, Slot
+from pagemill.executor.worker import Worker
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.layout import FrameShape
+from pagemill.models.sharding import SummingExchange
+from pagemill.sampling.kernels import DeviceChoices
+from pagemill.sampling.torch_kernels import TorchSamplingKernels
+
+
+class Together(NamedTuple):
+    """Joins a device with others that work as one. agree: see `Graphs`."""
+
+    exchange: SummingExchange
+    agree: Callable[[bool], bool]
+
+
+class DeviceSteps:
+    """Runs steps of a worker's rows. enforce_eager: none is captured. together: None for a device that works alone."""
+
+    def __init__(
+        self,
+        device: Device,
+        worker: Worker,
+        backend: Backend,
+        max_num_seqs: int,
+        max_model_len: int,
+        enforce_eager: bool,
+        together: Together | None = None,
+    ) -> None:
+        assert isinstance(backend.sampling, TorchSamplingKernels), "only these choose on the device"
+        self.device = device
+        self.rows = DeviceRows(worker.rows, device.where)
+        self.truncates = backend.sampling.truncates_on_device
+        """Whether the device can leave tokens out before it draws."""
+        self._worker = worker
+        self._backend = backend
+        self._sampling = backend.sampling
+        self._max_model_len = max_model_len
+        self._exchange = None if together is None else together.exchange
+        waits = worker.decoder.waits or worker.decoder.attention.waits
+        self._graphs: Graphs | None = None
+        if not (enforce_eager or waits):
+            agree = () if together is None else (together.agree,)
+            self._graphs = Graphs(device, self._step, max_num_seqs, max_model_len, *agree)
+        self._kept_bytes = 0
+        """Memory that steps, graphs and transfers need, and is not the pool's."""
+        worker.decoder.reach(max_model_len)  # nothing that steps use moves afterwards
+
+    def measure(self, largest: LargestStep, shape: FrameShape) -> None:
+        """Runs the largest step. From then on, what steps need counts as used memory. Raises KVMemoryError."""
+        layout, longest = self._backend.layout, self._max_model_len
+        peak = activation_peak(self.device, self._step_over, shape, layout, longest, largest, self.truncates)
+        graphs = 0 if self._graphs is None else budget(self.device.memory().free)
+        self._kept_bytes = peak + graphs + TRANSFER_BYTES
+
+    def memory(self) -> ExecutorMemory:
+        free, total = self.device.memory()
+        if self._kept_bytes:
+            free -= max(0, self._kept_bytes - self.device.idle())
+        return ExecutorMemory(max(0, free), total)
+
+    def padded(self, shape: Shape) -> Shape | None:
+        """Returns the shape to which a decode step is to be padded; None if it runs as it is."""
+        return None if self._graphs is None else self._graphs.padded(shape)
+
+    def clear(self) -> None:
+        """Gives up what stands on the memory of the pool. Nothing may be running."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def take(self, slot: Slot, places: Sequence[Place]) -> Tensor:
+        """Has the device take a step's arrays, which lie in the slot, and make the edits behind them. Returns their
+        memory there."""
+        memory = slot.upload()
+        self.rows.edit(*(place.of(memory) for place in places[-EDIT_ARRAYS:]))
+        return memory
+
+    def run(self, slot: Slot, memory: Tensor, places: Sequence[Place], shape: Shape, padded: Shape | None) -> Tensor:
+        """Has the device run a step whose arrays it has taken. Returns the sampled tokens, int32 [samples]."""
+        of_step = places[:-EDIT_ARRAYS]
+        if padded is not None and self._graphs is not None:
+            return self._graphs.run(memory, of_step, padded)
+        starts, query_start = (
+            slot.staged[place.begin : place.begin + place.nbytes].view(np.int32) for place in of_step[1:3]
+        )
+        query_lens = np.diff(query_start)
+        host = HostLengths(torch.from_numpy(query_lens), torch.from_numpy(starts + query_lens))
+        return self._step(memory, of_step, padded or shape, host)
+
+    def _step(self, memory: Tensor, places: Sequence[Place], shape: Shape, host: HostLengths | None = None) -> Tensor:
+        """Runs a step whose arrays lie there. host: its rows' lengths, unless it is captured for others."""
+        return self._step_over(self.rows, self._worker.pool, memory, places, shape, host)
+
+    @torch.inference_mode()
+    def _step_over(
+        self,
+        there: DeviceRows,
+        pool: DevicePool,
+        memory: Tensor,
+        places: Sequence[Place],
+        shape: Shape,
+        host: HostLengths | None,
+    ) -> Tensor:
+        """Runs a step of these rows over this pool."""
+        rows, starts, query_start, last, written, *choices = (place.of(memory) for place in places)
+        queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context, host)
+        token_ids, batch = there.inputs(queries)
+        decoder = self._worker.decoder
+        hidden = decoder.forward(token_ids, batch, pool)
+        if not shape.samples:
+            return rows[:0]
+        logits = decoder.logits(hidden[last] if shape.picks else hidden)
+        tokens = self._sampling.choose_on_device(
+            logits, DeviceChoices(*choices) if shape.draws else None, truncate=shape.truncates
+        )
+        if self._exchange is not None:
+            self._exchange.broadcast(tokens)  # devices of different kinds may round differently where they draw
+        there.write(written, tokens)
+        return tokens

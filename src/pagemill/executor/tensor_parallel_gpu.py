@@ -1,0 +1,120 @@
+"""TensorParallelGpuExecutor: a model in parts on several devices whose work is asynchronous.
+
+Rank 0 plans and stages a step as for one device. The staged bytes go to the other ranks, each of which has its own
+device run the same step; collectives between the devices are part of it, as is handing out the tokens. So rank 0 waits
+for nothing but tokens, and the next step is planned meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from pagemill.errors import EngineDeadError
+from pagemill.executor.activation_peak import LargestStep
+from pagemill.executor.backend import Backend
+from pagemill.executor.device import Device
+from pagemill.executor.device_steps import Together
+from pagemill.executor.gpu_executor import Flight, GpuExecutor
+from pagemill.executor.graphs import Shape
+from pagemill.executor.interface import ExecutorFacts, ExecutorMemory
+from pagemill.executor.local import LocalExecutor
+from pagemill.executor.rank_messages import Captured, DeviceLogits, DeviceStep, Measure, Memory
+from pagemill.executor.ranks import Ranks
+from pagemill.executor.record_parts import RecordParts
+from pagemill.executor.staging import Place, Slot
+from pagemill.executor.tensor_parallel import TensorParallelExecutor
+from pagemill.kvcache.layout import FrameShape
+from pagemill.models.decoder import Decoder
+from pagemill.models.loading.adapter import AdapterLoader
+from pagemill.models.sharding import SummingExchange
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+
+class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
+    """Implements `Executor` over all ranks' devices. It is broken, and raises RankLostError, when a rank is lost, or
+    does not come to a collective in time: a step that fails on one device alone has the others wait for it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        facts: ExecutorFacts,
+        shape: FrameShape,
+        max_num_seqs: int,
+        tokenizer_json: Callable[[], str],
+        adapters: AdapterLoader,
+        ranks: Ranks,
+        parts: RecordParts,
+        device: Device,
+        exchange: SummingExchange,
+        enforce_eager: bool,
+        largest_step: LargestStep | None,
+    ) -> None:
+        self.ranks = ranks
+        self._parts = parts
+        self._exchange = exchange
+        GpuExecutor.__init__(
+            self, device, decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters,
+            enforce_eager=enforce_eager, largest_step=largest_step, together=Together(exchange, self._agree),
+        )  # fmt: skip
+
+    def measure(self, largest: LargestStep) -> None:
+        with self.ranks.waiting():
+            self.ranks.send(Measure(largest))
+            super().measure(largest)
+
+    def memory(self) -> ExecutorMemory:
+        """Returns the memory of all devices, of which each has as much as the one with the least."""
+        each = [super().memory(), *self.ranks.ask(Memory())]
+        return ExecutorMemory(len(each) * min(one.free for one in each), len(each) * min(one.total for one in each))
+
+    def give(self, slot: Slot, places: Sequence[Place], shape: Shape, padded: Shape | None) -> None:
+        with self._together():
+            self.ranks.send(DeviceStep(slot.staged.tobytes(), [*places], shape, padded))
+            super().give(slot, places, shape, padded)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        hidden = hidden.contiguous()
+        with self._together():
+            self.ranks.send(DeviceLogits(len(hidden)))
+            self._exchange.broadcast(hidden)
+            return LocalExecutor.logits(self, hidden, out)
+
+    def close(self) -> None:
+        self._steps.clear()  # a group that ends waits for graphs that hold its collectives
+        super().close()
+
+    def _agree(self, captured: bool) -> bool:
+        everywhere = all([captured, *self.ranks.answers()])
+        self.ranks.send(Captured(everywhere))
+        return everywhere
+
+    def _run_here(self, plan: StepPlan) -> StepResult:
+        with self._watched():
+            return super()._run_here(plan)
+
+    def _land(self, flight: Flight) -> StepResult:
+        with self._watched():
+            return super()._land(flight)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Holds while this thread waits for the device. What it gets is nothing if ranks are lost meanwhile."""
+        with self.ranks.waiting():
+            yield
+        self.ranks.check()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        with self.ranks.waiting(), super()._together():
+            yield
+
+    def _lost(self, error: Exception) -> EngineDeadError | None:
+        try:
+            self.ranks.check()
+        except EngineDeadError as lost:
+            return lost
+        return super()._lost(error)

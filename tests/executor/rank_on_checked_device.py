@@ -1,0 +1,39 @@
+"""A rank whose device is a checked one: `pagemill.executor.rank` for tests, on CPU tensors and gloo."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import torch
+from checked_device import CheckedDevice
+from static_attention import StaticAttention
+
+from pagemill.executor import graphs, rank
+from pagemill.executor.backend import torch_backend
+from pagemill.executor.rank_messages import Start
+
+STATIC = torch_backend(torch.device("cpu"))._replace(attention=StaticAttention())
+
+
+CANNOT_CAPTURE = "PAGEMILL_TESTS_RANK_CANNOT_CAPTURE"
+"""A variable of the environment that keeps ranks from capturing graphs."""
+
+
+def short_ladders() -> None:
+    """Lets steps be captured soon, and in several lengths."""
+    graphs.LEAST_CONTEXT, graphs.WORTH_IT = 32, 1
+
+
+def run(descriptor: int) -> NoReturn:
+    torch.set_num_threads(1)
+    short_ladders()
+    device = CheckedDevice(seed=1)
+    device.captures = CANNOT_CAPTURE not in os.environ
+
+    def place_of(start: Start) -> rank.Place:
+        return rank.Place(start.config, STATIC, device)
+
+    with device:
+        rank.run(descriptor, place_of)
+    os._exit(1)
