@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,7 +228,9 @@ def test_heads_that_cannot_be_shared_are_refused():
     spec = load_spec_of(heads=9, kv_heads=3)
     for ranks in (1, 3, 9):
         check_heads(spec, ranks)
-    with pytest.raises(ConfigError, match=r"is 2, but models with latent attention \(deepseek_v2\) run on one rank only"):
+    with pytest.raises(
+        ConfigError, match=r"is 2, but models with latent attention \(deepseek_v2\) run on one rank only"
+    ):
         check_heads(load_spec_of(heads=4, kv_heads=1, latent=True), 2)
     for ranks in (2, 4, 6, 18):
         with pytest.raises(
