@@ -19,17 +19,8 @@ from pagemill.engine.messages import (
 )
 from pagemill.engine.queries import Answer, Question
 
-
-class Offer(msgspec.Struct, tag=True):
-    """Says where a replica can be reached past Ray. token: what it knows the front end by, once."""
-
-    host: str
-    port: int
-    token: bytes
-
-
 ToReplica = EngineRequest | AbortRequests | FinishSequences | Question
-FromReplica = StepOutputs | Held | Answer | EngineReady | Failure | Offer
+FromReplica = StepOutputs | Held | Answer | EngineReady | Failure
 
 
 class Inbound(msgspec.Struct):
@@ -40,8 +31,7 @@ class Inbound(msgspec.Struct):
 
 
 class Outbound(msgspec.Struct):
-    """Messages from a replica. The first of a connection are its facts, and all blocks that it holds; an offer of
-    another way may come before them."""
+    """Messages from a replica. The first of a connection are its facts, and all blocks that it holds."""
 
     sent_s: float
     messages: list[FromReplica]
