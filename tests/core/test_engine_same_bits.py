@@ -59,11 +59,11 @@ def load(prompts):
     cases = [
         ("greedy-short", prompts[0], SamplingParams(temperature=0.0, max_tokens=12)),
         ("greedy-long", joined[:330], SamplingParams(temperature=0.0, max_tokens=16)),
-        ("seeded", prompts[4], SamplingParams(temperature=0.9, seed=7, max_tokens=24)),
-        ("filtered", joined[50:230], SamplingParams(temperature=1.3, top_p=0.8, top_k=40, seed=8, max_tokens=20)),
-        ("penalised", prompts[9], SamplingParams(temperature=0.7, repetition_penalty=1.3, seed=9, max_tokens=24)),
-        ("forked", [*shared, *prompts[3]], SamplingParams(temperature=1.0, n=3, seed=10, max_tokens=20)),
-        ("sharing", [*shared, *prompts[2]], SamplingParams(temperature=1.0, min_p=0.05, seed=11, max_tokens=20)),
+        ("seeded", prompts[4], SamplingParams(temperature=0.9, seed=7, max_tokens=16)),
+        ("filtered", joined[50:230], SamplingParams(temperature=1.3, top_p=0.8, top_k=40, seed=8, max_tokens=14)),
+        ("penalised", prompts[9], SamplingParams(temperature=0.7, repetition_penalty=1.3, seed=9, max_tokens=16)),
+        ("forked", [*shared, *prompts[3]], SamplingParams(temperature=1.0, n=3, seed=10, max_tokens=14)),
+        ("sharing", [*shared, *prompts[2]], SamplingParams(temperature=1.0, min_p=0.05, seed=11, max_tokens=14)),
         (
             "everything",
             joined[20:90],
