@@ -21,6 +21,7 @@ from pagemill.attention.quantize import rotated_together
 from pagemill.attention.triton_kernels import attend, merge_chunks
 from pagemill.attention.triton_latent import LatentTile, latent_tiles, padded
 from pagemill.attention.triton_latent_kernels import attend_latents
+from pagemill.attention.triton_walks import most_chunks_of
 from pagemill.attention.triton_write import rotate_queries, write_tokens
 
 KERNEL_VERSION = 2
@@ -87,7 +88,7 @@ def short_tile(head_dim: int, matrix_units: bool, widened: bool, rests: bool) ->
 def most_chunks(max_context: int, window: int | None) -> int:
     """Returns how many chunks a row may have at most, as the kernel cuts contexts of up to `max_context` keys."""
     span = max_context if window is None else min(max_context, window)
-    count = min(-(-span // CHUNK), max(CHUNKS, -(-span // LONGEST_CHUNK)))
+    count = most_chunks_of(span, CHUNK, LONGEST_CHUNK, CHUNKS)
     return count if span == max_context else count + 2  # a window begins and ends within chunks
 
 
@@ -156,12 +157,12 @@ class TritonAttention:
         if not tokens:
             return output, lse
         dot = query.dtype if cache.key.dtype == query.dtype or cache.key.dtype.itemsize == 1 else torch.float32
-        matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
         if cache.values_in_keys:
             if window is not None or soft_cap is not None:
                 raise ValueError("values that lie in keys are attended without a window and without a soft cap")
             self._attend_latents(query, output, lse, cache, batch, group, dot, scale, key_start, key_end)
             return output, lse
+        matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
         packed, rests = torch.uint8 in (cache.key.dtype, cache.value.dtype), rest is not None
         at_least = triton.next_power_of_2(size)
         short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
@@ -309,9 +310,9 @@ def _from(row: int, by_row: Tensor | None) -> Tensor | None:
 
 
 def _padded(head_dim: int, cache: LayerCache) -> int:
-    """Returns the dimensions of a tile: a power of 2. Products add 16 or more, of each half of what is packed."""
+    """Returns the dimensions of a tile, of which products add 16 or more, of each half of what is packed."""
     packed = torch.uint8 in (cache.key.dtype, cache.value.dtype)
-    return max(32 if packed else 16, int(triton.next_power_of_2(head_dim)))
+    return padded(head_dim, least=32 if packed else 16)
 
 
 def _stages(head_dim: int) -> int:

@@ -21,10 +21,16 @@ import triton
 import triton.language as tl
 
 from pagemill.attention.triton_tiles import load, load_key_halves, load_tile, load_value_halves, widened
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-FAR = tl.constexpr(2**31 - 1)
+from pagemill.attention.triton_walks import (
+    FAR,
+    LN_2,
+    LOG2_E,
+    chunk_of_program,
+    keys_seen,
+    place_results,
+    tokens_of_program,
+    weigh,
+)
 
 
 @triton.jit(
@@ -62,21 +68,9 @@ def attend(
     kv_head = tl.program_id(1)
     heads = tl.num_programs(1) * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    if IN_CHUNKS:
-        row = tl.program_id(0)
-        start = tl.load(query_start + row)
-        length = tl.load(query_start + row + 1) - start
-        if (length > SHORT) | (length == 0):
-            return
-        begin_token = 0
-    else:
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last of a row see the most keys: they come first
-        row = row_of(tile, query_start, rows, TILE_TOKENS)
-        start = tl.load(query_start + row)
-        length = tl.load(query_start + row + 1) - start
-        begin_token = (tile - start // TILE_TOKENS - row) * TILE_TOKENS
-        if (length <= SHORT) | (begin_token >= length):
-            return
+    row, start, length, begin_token, idle = tokens_of_program(query_start, rows, TILE_TOKENS, SHORT, IN_CHUNKS)
+    if idle:
+        return
 
     index = tl.arange(0, BLOCK_M)
     token = begin_token + index // GROUP
@@ -96,27 +90,14 @@ def attend(
 
     # Each query sees keys first .. last.
     context = tl.load(context_lens + row)
-    position = tl.load(positions + place, real, other=0).to(tl.int32)
-    last = tl.minimum(position, context - 1)
-    first = tl.zeros_like(last)
-    if key_end is not None:
-        last = tl.minimum(last, tl.load(key_end + row) - 1)
-    if key_start is not None:
-        first = tl.maximum(first, tl.load(key_start + row))
+    position, first, last = keys_seen(context, positions, place, real, key_start, key_end, row)
     span = context
     if window is not None:
         first = tl.maximum(first, position - window + 1)
         span = tl.minimum(span, window)
     lowest = tl.min(tl.where(real, first, FAR))
     highest = tl.max(tl.where(real, last, -1))
-    begin, end = lowest, highest + 1
-    if IN_CHUNKS:
-        chunk = CHUNK
-        while (chunk < LONGEST_CHUNK) & (chunk * CHUNKS < span):
-            chunk *= 2
-        at_chunk = lowest // chunk + tl.program_id(2)
-        begin = tl.maximum(begin, at_chunk * chunk)
-        end = tl.minimum(end, (at_chunk + 1) * chunk)
+    begin, end = chunk_of_program(lowest, highest, span, CHUNK, LONGEST_CHUNK, CHUNKS, IN_CHUNKS)
 
     # Three walks: over tiles that some query does not see from their first key on, over tiles that every query sees
     # in full, and over what is left, the only one that adds remainders. A query in chunks takes one, with masks; where
@@ -190,13 +171,8 @@ def attend(
                     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
                     scores = tl.where(seen, scores, float("-inf"))
 
-                higher = tl.maximum(peak, tl.max(scores, 1) * to_log2)
-                level = tl.where(higher == float("-inf"), 0.0, higher)  # of a query that has seen no key yet
-                weights = tl.exp2(scores * to_log2 - level[:, None])
-                fade = tl.exp2(peak - level)
-                total = total * fade + tl.sum(weights, 1)
+                weights, fade, peak, total = weigh(scores, to_log2, peak, total)
                 result *= fade[:, None]
-                peak = higher
 
                 value_at = frame * value_frame + offset * value_token
                 value_scale_at = kv_head * value_scale_head + frame * value_scale_frame + offset
@@ -226,15 +202,10 @@ def attend(
 
     share = tl.where(total == 0, 0.0, 1.0 / total)[:, None]
     log2_sum = peak + tl.log2(total)
-    if chunk_output is None:
-        stored_to, out_at = output, place * heads + head
-        out_there = real
-        if lse is not None:
-            tl.store(lse + out_at, log2_sum * LN_2, real)
-    else:
-        stored_to, out_at = chunk_output, ((row * few + token).to(tl.int64) * heads + head) * chunks + tl.program_id(2)
-        out_there = real & (total != 0)
-        tl.store(chunk_lse + out_at, log2_sum, real)
+    out_at, out_there = place_results(
+        lse, chunk_output, chunk_lse, log2_sum, total, place, row, token, head, heads, few, chunks, real, real
+    )
+    stored_to = output if chunk_output is None else chunk_output
     ELEMENT: tl.constexpr = stored_to.dtype.element_ty
     columns = halves if VALUE_AS == "int4" else dims
     out_at = stored_to + out_at[:, None] * HEAD_DIM + columns[None, :]
@@ -281,17 +252,6 @@ def merge_chunks(
     tl.store(output + place * HEAD_DIM + dims, result.to(output.dtype.element_ty), dims < HEAD_DIM)
     if lse is not None:
         tl.store(lse + place, (peak + tl.log2(total)) * LN_2)
-
-
-@triton.jit
-def row_of(tile, query_start, rows, TILE_TOKENS: tl.constexpr):
-    """Returns the row of a tile: row r's tiles begin at query_start[r] // TILE_TOKENS + r."""
-    begun = 0
-    for at in tl.range(0, rows, 128):
-        index = at + tl.arange(0, 128)
-        begin = tl.load(query_start + index, index < rows, other=0) // TILE_TOKENS + index
-        begun += tl.sum(((index < rows) & (begin <= tile)).to(tl.int32), 0)
-    return begun - 1
 
 
 @triton.jit

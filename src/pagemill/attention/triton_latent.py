@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import triton
 
+from pagemill.attention.triton_walks import most_chunks_of
+
 CHUNK, LONGEST_CHUNK, CHUNKS = 512, 8192, 32
 """As in `triton_backend.py`. Chunks are longer here: their results are of all heads, over few bytes of keys."""
 SHORT_TOKENS = 4
@@ -41,14 +43,14 @@ class LatentTile:
         return max(1, min(SHORT_TOKENS, self.tokens(heads)))
 
 
-def padded(dims: int) -> int:
-    """Returns a power of 2 that matrix products take."""
-    return max(16, int(triton.next_power_of_2(dims)))
+def padded(dims: int, least: int = 16) -> int:
+    """Returns the power of 2 from these dimensions on, and `least` at least. Matrix products add 16 or more."""
+    return max(least, int(triton.next_power_of_2(dims)))
 
 
 def most_latent_chunks(max_context: int) -> int:
     """Returns how many chunks a row may have at most, as the kernel cuts contexts of up to `max_context` keys."""
-    return min(-(-max_context // CHUNK), max(CHUNKS, -(-max_context // LONGEST_CHUNK)))
+    return most_chunks_of(max_context, CHUNK, LONGEST_CHUNK, CHUNKS)
 
 
 def latent_tiles(

@@ -1,9 +1,8 @@
-"""Attention to latents for GPUs, as a Triton kernel; `triton_latent.py` launches it.
+"""Attention to latents for GPUs, as a Triton kernel; `triton_backend.py` launches it.
 
 A key is a latent of RANK numbers and a rotated part of ROPE, and its value is the latent: where the GPU multiplies
 matrices, a tile of latents is read once, for scores and for what is summed up. All heads attend the same keys, so a
-tile of queries has many heads, and one token or more. Rows, walks, chunks and bits are as in `triton_kernels.py`; so
-is the walk over the keys.
+tile of queries has many heads, and one token or more. Rows, walks, chunks and bits are as in `triton_kernels.py`.
 
 Where products do not run in matrix units, each operand of a product takes a register. So a program has VALUES of the
 RANK dimensions of values, and adds scores up over PIECE dimensions at a time, which it reads again for each part.
@@ -14,8 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagemill.attention.triton_kernels import FAR, LN_2, LOG2_E, row_of
 from pagemill.attention.triton_tiles import load, load_tile, widened
+from pagemill.attention.triton_walks import (
+    FAR,
+    LOG2_E,
+    chunk_of_program,
+    keys_seen,
+    place_results,
+    tokens_of_program,
+    weigh,
+)
 
 
 @triton.jit(
@@ -43,21 +50,9 @@ def attend_latents(
     PARTS: tl.constexpr = RANK_DIMS // VALUES
     part = tl.program_id(1) % PARTS
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    if IN_CHUNKS:
-        row = tl.program_id(0)
-        start = tl.load(query_start + row)
-        length = tl.load(query_start + row + 1) - start
-        if (length > SHORT) | (length == 0):
-            return
-        begin_token = 0
-    else:
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last of a row see the most keys: they come first
-        row = row_of(tile, query_start, rows, TILE_TOKENS)
-        start = tl.load(query_start + row)
-        length = tl.load(query_start + row + 1) - start
-        begin_token = (tile - start // TILE_TOKENS - row) * TILE_TOKENS
-        if (length <= SHORT) | (begin_token >= length):
-            return
+    row, start, length, begin_token, idle = tokens_of_program(query_start, rows, TILE_TOKENS, SHORT, IN_CHUNKS)
+    if idle:
+        return
 
     index = tl.arange(0, BLOCK_M)
     token = begin_token + index // GROUP
@@ -76,23 +71,10 @@ def attend_latents(
 
     # Each query sees keys first .. last.
     context = tl.load(context_lens + row)
-    position = tl.load(positions + place, real, other=0).to(tl.int32)
-    last = tl.minimum(position, context - 1)
-    first = tl.zeros_like(last)
-    if key_end is not None:
-        last = tl.minimum(last, tl.load(key_end + row) - 1)
-    if key_start is not None:
-        first = tl.maximum(first, tl.load(key_start + row))
+    _, first, last = keys_seen(context, positions, place, real, key_start, key_end, row)
     lowest = tl.min(tl.where(real, first, FAR))
     highest = tl.max(tl.where(real, last, -1))
-    begin, end = lowest, highest + 1
-    if IN_CHUNKS:
-        chunk = CHUNK
-        while (chunk < LONGEST_CHUNK) & (chunk * CHUNKS < context):
-            chunk *= 2
-        at_chunk = lowest // chunk + tl.program_id(2)
-        begin = tl.maximum(begin, at_chunk * chunk)
-        end = tl.minimum(end, (at_chunk + 1) * chunk)
+    begin, end = chunk_of_program(lowest, highest, context, CHUNK, LONGEST_CHUNK, CHUNKS, IN_CHUNKS)
 
     # Two walks: over tiles that every query sees in full, if there are any, and over what is left, with masks. A query
     # in chunks takes the second one.
@@ -142,26 +124,17 @@ def attend_latents(
                     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
                     scores = tl.where(seen, scores, float("-inf"))
 
-                higher = tl.maximum(peak, tl.max(scores, 1) * to_log2)
-                level = tl.where(higher == float("-inf"), 0.0, higher)  # of a query that has seen no key yet
-                weights = tl.exp2(scores * to_log2 - level[:, None])
-                fade = tl.exp2(peak - level)
-                total = total * fade + tl.sum(weights, 1)
+                weights, fade, peak, total = weigh(scores, to_log2, peak, total)
                 result *= fade[:, None]
-                peak = higher
                 result = tl.dot(weights.to(DOT), v, result, input_precision="ieee")
 
     share = tl.where(total == 0, 0.0, 1.0 / total)[:, None]
     log2_sum = peak + tl.log2(total)
-    if chunk_output is None:
-        stored_to, out_at = output, place * HEADS + head
-        out_there = real
-        if lse is not None:
-            tl.store(lse + out_at, log2_sum * LN_2, real & (part == 0))
-    else:
-        stored_to, out_at = chunk_output, ((row * few + token).to(tl.int64) * HEADS + head) * chunks + tl.program_id(2)
-        out_there = real & (total != 0)
-        tl.store(chunk_lse + out_at, log2_sum, real & (part == 0))
+    told = real & (part == 0)
+    out_at, out_there = place_results(
+        lse, chunk_output, chunk_lse, log2_sum, total, place, row, token, head, HEADS, few, chunks, real, told
+    )
+    stored_to = output if chunk_output is None else chunk_output
     out_at = stored_to + out_at[:, None] * RANK + value_dims[None, :]
     out_there = out_there[:, None] & (value_dims < RANK)[None, :]
     tl.store(out_at, (result * share).to(stored_to.dtype.element_ty), out_there)
