@@ -1,4 +1,4 @@
-"""What benchmarks of a GPU share: its ceilings, how a time is taken, and how a run is told."""
+"""Measures a GPU's ceilings, takes times on it, and tells of a run, for all benchmarks of GPUs."""
 
 from __future__ import annotations
 

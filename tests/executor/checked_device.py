@@ -172,7 +172,7 @@ class CheckedDevice(TorchDispatchMode):
         """Whether an error of its work is met by whoever waits for it."""
         self.graphs: list[CheckedGraph] = []
         self.collectives: Counter[str] = Counter()
-        """Those that have been done, by name."""
+        """Counts the collectives that have been done, by name."""
         self._done: dict[str, Any] = {}
         """By operation, what stands for a collective that is done."""
         self._current = self.compute

@@ -31,9 +31,9 @@ def run(descriptor: int) -> NoReturn:
     device = CheckedDevice(seed=1)
     device.captures = CANNOT_CAPTURE not in os.environ
 
-    def place_of(start: Start) -> rank.Place:
-        return rank.Place(start.config, STATIC, device)
+    def hardware_of(start: Start) -> rank.Hardware:
+        return rank.Hardware(start.config, STATIC, device)
 
     with device:
-        rank.run(descriptor, place_of)
+        rank.run(descriptor, hardware_of)
     os._exit(1)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where threads meet. `widths` keeps what each collective of rank 0 has gathered, `sums` the widths of what it has
+    """Lets threads meet. `widths` keeps what each collective of rank 0 has gathered, `sums` the widths of what it has
     added up."""
 
     def __init__(self, size: int) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.attention.library_backend import HALF_FORMATS, HALVES, AttentionLibrary, Options, imported
+from pagemill.attention.library_backend import HALF_FORMATS, HALVES, AttentionLibrary, Options, imported, starts_of
 from pagemill.attention.support import Support
 from pagemill.attention.window_tables import window_tables
 
@@ -52,8 +51,8 @@ class _FlashAttn:
     plans_on_host = False
 
     def plan(self, query: Tensor, cache: LayerCache, batch: AttentionBatch, group: int, options: Options) -> Rows:
-        sums = torch.nn.functional.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        return Rows(batch, window_tables(batch, group, options.window, cache.block_shape[1]), sums)
+        tables = window_tables(batch, group, options.window, cache.block_shape[1])
+        return Rows(batch, tables, starts_of(batch.context_lens))
 
 
 class Fa2(_FlashAttn):

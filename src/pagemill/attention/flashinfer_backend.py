@@ -6,13 +6,14 @@ by that plan. The pool is read as it lies: heads before tokens ("HND").
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, HostLengths, LayerCache
-from pagemill.attention.library_backend import HALF_FORMATS, HALVES, AttentionLibrary, Options, imported
+from pagemill.attention.library_backend import HALF_FORMATS, HALVES, AttentionLibrary, Options, imported, starts_of
 from pagemill.attention.support import Support
 from pagemill.attention.window_tables import window_tables
 
@@ -20,8 +21,8 @@ FLASHINFER_SUPPORT = Support(
     HALVES, HALF_FORMATS, head_dims=(64, 128, 256), unequal_widths=False, same_format=True, least_capability=(8, 0)
 )
 WORKSPACE_BYTES = 128 << 20
-"""What the library advises. Wrappers share it: they run one after the other."""
-LN_2 = 0.6931471805599453
+"""The library advises so many bytes of scratch. Wrappers share them: they run one after the other."""
+LN_2 = math.log(2)
 
 
 class FlashInfer:
@@ -44,11 +45,11 @@ class FlashInfer:
         assert batch.host is not None, "this library plans on the host"
         (kv_heads, block_size, head_dim), (query_lens, context_lens) = cache.block_shape, _with_queries(batch.host)
         pages = (context_lens + block_size - 1) // block_size
-        page_start = _starts(pages)
+        page_start = starts_of(pages)
         tables = window_tables(batch, group, options.window, block_size)
         wrapper = self._wrapper(group, options, query.device)
         wrapper.plan(
-            _starts(query_lens), page_start, _pages(batch, tables, block_size, int(page_start[-1])),
+            starts_of(query_lens), page_start, _pages(batch, tables, block_size, int(page_start[-1])),
             context_lens - (pages - 1) * block_size, query.shape[1], kv_heads, head_dim, block_size, causal=True,
             sm_scale=options.scale, window_left=-1 if options.window is None else options.window - 1,
             logits_soft_cap=options.soft_cap, q_data_type=query.dtype, kv_data_type=cache.key.dtype,
@@ -82,11 +83,6 @@ def _with_queries(host: HostLengths) -> tuple[Tensor, Tensor]:
     """Returns the lengths of the rows that have a query."""
     there = host.query > 0
     return host.query[there], host.context[there]
-
-
-def _starts(lengths: Tensor) -> Tensor:
-    """Returns where each begins if they lie one after the other, and the end: int32 [n + 1]."""
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _pages(batch: AttentionBatch, tables: Tensor, block_size: int, total: int) -> Tensor:

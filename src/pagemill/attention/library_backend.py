@@ -59,7 +59,7 @@ class LibraryAttention(Generic[Plan]):
         self.name = f"{library.name}+{rest.name}"
         self.kv_formats = library.support.kv_formats
         self.waits = rest.waits
-        self.library = library
+        self._library = library
         self._rest = rest
         self._planned: tuple[AttentionBatch, dict[tuple[int, Options], Plan | None]] | None = None
 
@@ -88,7 +88,7 @@ class LibraryAttention(Generic[Plan]):
             plan = None if ranged else self._plan(query, cache, batch, group, options)
             if plan is not None:
                 check_attend(query, cache, batch, group, key_start, key_end)
-                return self.library.attend(query, cache, plan, options, return_lse)
+                return self._library.attend(query, cache, plan, options, return_lse)
         return self._rest.attend(
             query, cache, batch, group, scale=scale, window=window, soft_cap=soft_cap, key_start=key_start,
             key_end=key_end, return_lse=return_lse,
@@ -103,16 +103,16 @@ class LibraryAttention(Generic[Plan]):
         planned = self._planned[1]
         if (group, options) not in planned:
             takes = self._takes(query, cache, batch, options)
-            planned[group, options] = self.library.plan(query, cache, batch, group, options) if takes else None
+            planned[group, options] = self._library.plan(query, cache, batch, group, options) if takes else None
         return planned[group, options]
 
     def _takes(self, query: Tensor, cache: LayerCache, batch: AttentionBatch, options: Options) -> bool:
-        support, (kv_heads, block_size, head_dim) = self.library.support, cache.block_shape
+        support, (kv_heads, block_size, head_dim) = self._library.support, cache.block_shape
         if not len(query) or cache.beside != 1 or cache.key_scale is not None or cache.key.dtype != cache.value.dtype:
             return False
         if options.window is not None and options.window <= block_size:
             return False
-        if self.library.plans_on_host and batch.host is None:
+        if self._library.plans_on_host and batch.host is None:
             return False
         needs = AttentionNeeds(
             query.dtype, str(cache.key.dtype).removeprefix("torch."), block_size, query.shape[1], kv_heads, head_dim,
@@ -120,6 +120,11 @@ class LibraryAttention(Generic[Plan]):
             cache.value_dim if cache.values_in_keys else None,
         )  # fmt: skip
         return support.refusal(needs) is None
+
+
+def starts_of(lengths: Tensor) -> Tensor:
+    """Returns where parts of these lengths begin that lie one after the other, and where they end: int32 [n + 1]."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def imported(name: str) -> Any | None:

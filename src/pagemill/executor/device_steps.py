@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +51,7 @@ class DeviceSteps:
         self.device = device
         self.rows = DeviceRows(worker.rows, device.where)
         self.truncates = backend.sampling.truncates_on_device
-        """Whether the device can leave tokens out before it draws."""
+        """Says whether the device can leave tokens out before it draws."""
         self._worker = worker
         self._backend = backend
         self._sampling = backend.sampling
@@ -101,11 +100,10 @@ class DeviceSteps:
         of_step = places[:-EDIT_ARRAYS]
         if padded is not None and self._graphs is not None:
             return self._graphs.run(memory, of_step, padded)
-        starts, query_start = (
-            slot.staged[place.begin : place.begin + place.nbytes].view(np.int32) for place in of_step[1:3]
-        )
-        query_lens = np.diff(query_start)
-        host = HostLengths(torch.from_numpy(query_lens), torch.from_numpy(starts + query_lens))
+        staged = torch.from_numpy(slot.staged)
+        starts, query_start = (place.of(staged) for place in of_step[1:3])
+        query_lens = query_start.diff()
+        host = HostLengths(query_lens, starts + query_lens)
         return self._step(memory, of_step, padded or shape, host)
 
     def _step(self, memory: Tensor, places: Sequence[Place], shape: Shape, host: HostLengths | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from pagemill.executor.draft_model import DraftLayers, DraftModel
 from pagemill.executor.draft_source import DraftSource
 from pagemill.executor.interface import DraftFacts
 from pagemill.executor.medusa_drafts import MedusaDrafts
-from pagemill.executor.share import Share, frame_shape
+from pagemill.executor.share import Share, frame_shape, other_formats
 from pagemill.hub import resolve_model
 from pagemill.kvcache.kv_format import KVFormat
 from pagemill.kvcache.layer_groups import add_full_layers, group_layers
@@ -148,8 +148,7 @@ def _check_draft_format(kv: KVFormat, draft: DecoderSpec) -> None:
     if kv.key.packed > 1:
         why = "its keys have no place for a mark that says which of them the draft model has not written"
     if why is not None:
-        narrow = "int8" if draft.latent is None else "fp8"
-        raise _refusal(f"kv_cache_dtype is {kv.name!r}, and {why}; use {narrow!r} or 'auto'")
+        raise _refusal(f"kv_cache_dtype is {kv.name!r}, and {why}; {other_formats(draft)}")
 
 
 def _refusal(why: str) -> ConfigError:

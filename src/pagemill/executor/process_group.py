@@ -27,7 +27,7 @@ _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else it ends the process of whoever waits too long: rank 0 sees to that
     "NCCL_SOCKET_IFNAME": "lo",  # else it listens on all interfaces
 }
-"""What the environment tells NCCL, unless it says something else already."""
+"""The environment tells NCCL this, unless it says something else already."""
 
 Transport = Literal["gloo", "nccl"]
 

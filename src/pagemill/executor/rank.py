@@ -57,7 +57,7 @@ from pagemill.models.sharding import Sharding
 NO_ANSWER = object()
 
 
-class Place(NamedTuple):
+class Hardware(NamedTuple):
     """Says what a rank runs on. backend: None for what the configuration says. device: one whose work is asynchronous,
     if it is one."""
 
@@ -66,16 +66,23 @@ class Place(NamedTuple):
     device: Device | None
 
 
-PlaceOf = Callable[[Start], Place]
+HardwareOf = Callable[[Start], Hardware]
 
 
-def run(descriptor: int, place_of: PlaceOf | None = None) -> NoReturn:
+def _hardware(start: Start) -> Hardware:
+    if not start.on_device:
+        return Hardware(start.config, None, None)
+    torch.cuda.set_device(start.rank)
+    return Hardware(config_of_rank(start.config, start.rank), None, CudaDevice(torch.device("cuda", start.rank)))
+
+
+def run(descriptor: int, hardware_of: HardwareOf = _hardware) -> NoReturn:
     """Runs `main`, and ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and tells this one
     try:
         with socket.socket(fileno=descriptor) as sock:
             _, (frames, *shared), _, _ = socket.recv_fds(sock, 1, 2)
-            main(Connection(sock.detach()), Connection(frames), *shared, place_of=place_of or _place)
+            main(Connection(sock.detach()), Connection(frames), *shared, hardware_of=hardware_of)
     except (EOFError, ConnectionError, BrokenPipeError):
         os._exit(0)
     except Exception:
@@ -84,14 +91,7 @@ def run(descriptor: int, place_of: PlaceOf | None = None) -> NoReturn:
     os._exit(1)
 
 
-def _place(start: Start) -> Place:
-    if not start.on_device:
-        return Place(start.config, None, None)
-    torch.cuda.set_device(start.rank)
-    return Place(config_of_rank(start.config, start.rank), None, CudaDevice(torch.device("cuda", start.rank)))
-
-
-def main(control: Connection, frames: Connection, shared: int | None = None, *, place_of: PlaceOf = _place) -> None:
+def main(control: Connection, frames: Connection, shared: int | None = None, *, hardware_of: HardwareOf) -> None:
     """Loads the rank's part, and does what it is told. Raises EOFError when rank 0 is gone, and what went wrong in a
     step. shared: descriptor of the memory that ranks share, if they do."""
     start = control.recv()
@@ -109,7 +109,7 @@ def main(control: Connection, frames: Connection, shared: int | None = None, *, 
         exchange = SharedExchange(start.rank, size, shared)
         sharding = Sharding(exchange)
     try:
-        config, backend, device = place_of(start)
+        config, backend, device = hardware_of(start)
         share = load_share(config, sharding, num_threads=start.num_threads, backend=backend)
     except PagemillError as error:
         control.send(error)

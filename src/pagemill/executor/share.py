@@ -108,7 +108,11 @@ def _check_format(kv: KVFormat, spec: DecoderSpec, backend: Backend) -> None:
     if refusal is None and formats is not None and kv.name not in formats:
         refusal = f"attention on {backend.device} ({backend.attention.name}) takes {', '.join(formats)}"
     if refusal is not None:
-        narrow = "int8" if spec.latent is None else "fp8"
         raise ConfigError(
-            f"kv_cache_dtype {kv.name!r} cannot be used: {refusal}; use {narrow!r} or 'auto'", param="kv_cache_dtype"
+            f"kv_cache_dtype {kv.name!r} cannot be used: {refusal}; {other_formats(spec)}", param="kv_cache_dtype"
         )
+
+
+def other_formats(spec: DecoderSpec) -> str:
+    """Returns the way out where a model's keys and values cannot be stored as was asked."""
+    return f"use {'int8' if spec.latent is None else 'fp8'!r} or 'auto'"

@@ -84,7 +84,7 @@ class Slot:
 
     @property
     def staged(self) -> NDArray[np.uint8]:
-        """What has been laid, [bytes], in the slot's own memory."""
+        """Holds what has been laid, uint8 [bytes]; it is the slot's own memory."""
         return self._host.numpy()[: self._staged]
 
     def upload(self) -> Tensor:
