@@ -31,6 +31,11 @@ PROMPT_STEPS = 2
 """Steps of each kind at a point. The first one after a prompt is longer than the others: many of these keep that in
 proportion."""
 
+TRIES = 3
+"""How often a point is measured until enough of its steps had the machine for themselves."""
+ENOUGH_ALONE = 0.5
+"""Share of a point's steps that are enough."""
+
 
 class Point(NamedTuple):
     """Is a point of the grid: so many rows generate at this context. round: how often it was measured before."""
@@ -51,6 +56,11 @@ class Calibration:
     @property
     def errors(self) -> list[FitError]:
         return fit_errors(self.steps, self.roofline)
+
+    @property
+    def disturbed(self) -> float:
+        """Returns the share of the steps during which something else ran on the machine."""
+        return sum(not step.alone for step in self.steps) / len(self.steps)
 
     def save(self, path: Path, name: str) -> None:
         """Writes the device in the form of `devices.json`."""
@@ -98,14 +108,14 @@ class StepFile:
         """Takes in a line, unless it was cut off in the middle of writing."""
         try:
             found = json.loads(line)
-            steps = [MeasuredStep(StepWork(*work), seconds, own_s) for work, seconds, own_s in found["steps"]]
+            steps = [MeasuredStep(StepWork(*work), *rest) for work, *rest in found["steps"]]
             self.points[Point(*found["point"])] = steps
         except (ValueError, KeyError, TypeError):
             return
 
     def add(self, point: Point, steps: list[MeasuredStep]) -> None:
         self.points[point] = steps
-        rows = [[step.work, step.seconds, step.own_s] for step in steps]
+        rows = [[step.work, step.seconds, step.own_s, step.alone] for step in steps]
         with self._path.open("a") as file:
             file.write(json.dumps({"point": point, "steps": rows}) + "\n")
 
@@ -117,8 +127,23 @@ def measure(engine: RealEngine, points: list[Point], kept: StepFile, progress: C
     if left:
         _measure_point(engine, left[0])  # warms up
     for number, point in enumerate(left, start=len(points) - len(left) + 1):
-        kept.add(point, _measure_point(engine, point))
+        kept.add(point, _measure_alone(engine, point))
         progress(number)
+
+
+def _measure_alone(engine: RealEngine, point: Point) -> list[MeasuredStep]:
+    """Returns the steps of a point that had the machine for themselves, of several tries if need be.
+
+    Where even these had hardly any, all steps of the last one.
+    """
+    alone: list[MeasuredStep] = []
+    steps: list[MeasuredStep] = []
+    for _ in range(TRIES):
+        steps = _measure_point(engine, point)
+        alone += [step for step in steps if step.alone]
+        if len(alone) >= ENOUGH_ALONE * len(steps):
+            return alone
+    return steps
 
 
 def _measure_point(engine: RealEngine, point: Point) -> list[MeasuredStep]:
@@ -192,9 +217,10 @@ def calibrate(
     device = fit_device(steps, _like(engine, machine), engine.shape, dtype, kv_dtype)
     calibration = Calibration(device, Roofline(device, engine.shape, dtype, kv_dtype), steps)
     everything = calibration.errors[-1]
+    disturbed = f" ({calibration.disturbed:.0%} of them while something else ran)" if calibration.disturbed else ""
     fitted = (
-        f"fitted to {len(steps)} steps of {config.model} in {dtype} on {datetime.now(timezone.utc):%Y-%m-%d}, by the "
-        f"{clock} clock: "
+        f"fitted to {len(steps)} steps{disturbed} of {config.model} in {dtype} on "
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, by the {clock} clock: "
         f"median error {everything.median:+.1%}, 90 % of the steps within {everything.p90:.0%}, sum of all "
         f"{everything.total:+.1%}"
     )
