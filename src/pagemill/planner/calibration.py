@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,8 +28,9 @@ OUTPUT_LEN = 256
 """More tokens than a row generates until its point is measured."""
 DECODE_STEPS = 40
 PROMPT_STEPS = 2
-"""Steps of each kind at a point. The first one after a prompt is longer than the others: many of these keep that in
-proportion."""
+"""Steps of a point that only generate, and that take in a prompt of each length. Prompts come between the others, as
+they do where requests are served: right behind one another they take less, since what only they use is in the caches.
+"""
 
 TRIES = 3
 """How often a point is measured until enough of its steps had the machine for themselves."""
@@ -147,27 +148,28 @@ def _measure_alone(engine: RealEngine, point: Point) -> list[MeasuredStep]:
 
 
 def _measure_point(engine: RealEngine, point: Point) -> list[MeasuredStep]:
-    """Returns all steps of computing the contexts, of generating at them, and of prompts beside that."""
+    """Returns all steps of computing the contexts, and of generating at them with prompts in between."""
     engine.steps.clear()
     live = {engine.add(engine.prompt(point.context), OUTPUT_LEN) for _ in range(point.rows)}
     started: set[str] = set()
     while started != live:
         started |= {request_id for request_id, _ in engine.step()}
-    for _ in range(DECODE_STEPS):
-        engine.step()
     budget = engine.core.config.max_num_batched_tokens - point.rows
-    for length in _prompts_within(budget):
-        for _ in range(PROMPT_STEPS):
-            engine.add(engine.prompt(length), 1)
-            engine.step()
+    prompts = [length for length in PROMPTS if length <= budget for _ in range(PROMPT_STEPS)]
+    for length in prompts:
+        _generate(engine, DECODE_STEPS // len(prompts))
+        engine.add(engine.prompt(length), 1)
+        engine.step()
+    _generate(engine, DECODE_STEPS % len(prompts) if prompts else DECODE_STEPS)
     engine.core.abort(live)
     while engine.core.has_work():
         engine.step()
     return [*engine.steps]
 
 
-def _prompts_within(budget: int) -> Iterator[int]:
-    return (length for length in PROMPTS if length <= budget)
+def _generate(engine: RealEngine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step()
 
 
 def calibrate(
