@@ -17,6 +17,8 @@ GAIN = 1.03
 """Another value of a setting is taken if a replica holds so many times the rate with it."""
 CHECK_TIMES = 2
 """A replica at its share is simulated with so many times the requests: p99 of the search's own are rough."""
+NEAR = 1.2
+"""A trial at up to so many times a rate that holds is not cut: it is likely to be the one that says what binds."""
 SCALING = 0.8
 """Share of the expected rate with which a search begins."""
 MEMORY_FULL = 0.9
@@ -246,9 +248,13 @@ class _Search:
         trial = self._known(settings, rate)
         if trial is None:
             self._report(f"{settings}: {rate:.3g} requests/s")
-            trial = self._run(settings, rate, self._limits)
+            trial = self._run(settings, rate, None if self._is_near(settings, rate) else self._limits)
             self._trials.append((settings, trial))
         return _holds(trial, self._limits)
+
+    def _is_near(self, settings: Settings, rate: float) -> bool:
+        held = (trial.rate for one, trial in self._trials if one == settings and _holds(trial, self._limits))
+        return any(rate <= NEAR * other for other in held)
 
     def _run(self, settings: Settings, rate: float, limits: Limits | None) -> Trial:
         return run_trial(self._make(settings), settings, self._load.requests(rate, self._limits), rate, limits)
