@@ -20,11 +20,11 @@ from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_nam
 from pagemill.simulate.roofline import Roofline, read_device, read_shape
 from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest
 
-SHORT = Workload(Lengths(100, 0.5, 400), Lengths(20, 0.5, 60), 512)
+SHORT = Workload(Lengths(300, 0.5, 440), Lengths(20, 0.5, 60), 512)
 ONE = Choices(ranks=(1,), max_num_seqs=(64,), max_num_batched_tokens=(512,))
 
 
-def load(rate=100.0, workload=SHORT, count=150):
+def load(rate=100.0, workload=SHORT, count=60):
     return Load(Generated(workload, 0), rate, count)
 
 
@@ -52,12 +52,12 @@ def test_the_replicas_serve_the_load_within_the_limits_and_one_less_would_not():
 def test_what_binds_is_named():
     many = replace(ONE, max_num_seqs=(512,))
     assert plan_of(limits=Limits(0.5, 1.0), choices=many).options[0].binds.startswith("compute: ")
-    assert plan_of(limits=Limits(0.07, 30.0)).options[0].binds.startswith("the limit: ")
+    assert plan_of(limits=Limits(0.07, 5.0)).options[0].binds.startswith("the limit: ")
     few = replace(ONE, max_num_seqs=(2,))
     assert plan_of(limits=Limits(1.0, 0.5), choices=few).options[0].binds.startswith("max_num_seqs: 2 run at once")
     small = replace(read_device("l4"), memory_bytes=19_500_000_000)
-    long = Workload(Lengths(300, 0.1, 400), Lengths(300, 0.1, 400), 1024)
-    plan = make_plan(small, read_shape("llama-3-8b"), "bfloat16", load(2.0, long), Limits(1.0, 5.0), ONE)
+    long = Workload(Lengths(300, 0.1, 350), Lengths(100, 0.1, 150), 512)
+    plan = make_plan(small, read_shape("llama-3-8b"), "bfloat16", load(2.0, long), Limits(1.0, 3.0), ONE)
     assert plan.options[0].binds.startswith("memory: ")
 
 
