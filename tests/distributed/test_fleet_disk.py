@@ -3,11 +3,14 @@
 import asyncio
 import time
 
+import pytest
 from benchmarks.fleet_here import fleet_of, replicas_here
 
 from harness import FRAME_BYTES
 from pagemill.config import EngineConfig
+from pagemill.distributed import fleet as fleet_module
 from pagemill.distributed.replica import split_digests
+from pagemill.distributed.routing import Router
 from pagemill.engine.messages import EngineRequest, name_in_memory, name_on_disk
 from pagemill.hub import resolve_model
 from pagemill.memory.digest import extend_chain, namespace_root
@@ -17,6 +20,19 @@ from pagemill.sampling.params import SamplingParams
 LENGTH, BLOCKS = 200, 12
 POOL, HOST = 30, 6
 """Frames: of three prompts and less than one."""
+
+
+class PlacingRouter(Router):
+    """Sends requests named "replica:…" to that replica, and others where the router says."""
+
+    def route(self, request_id, asked, at=None):
+        name = request_id.partition(":")[0]
+        return super().route(request_id, asked, name if name in self.replicas else at)
+
+
+@pytest.fixture(autouse=True)
+def placing(monkeypatch):
+    monkeypatch.setattr(fleet_module, "Router", PlacingRouter)
 
 
 def asked(name, prompt):
@@ -76,16 +92,14 @@ def config(folder, **more):
 
 def test_a_prefix_that_lies_on_a_disk_alone_draws_its_request_there_after_a_restart_too(tmp_path):
     configs = {name: config(tmp_path / name) for name in ("a", "b")}
-    homes, prompts = {}, [prompt_of(number) for number in range(4)]
+    homes = {number: "ab"[number % 2] for number in range(4)}
+    prompts = [prompt_of(number) for number in homes]
 
     async def first_life():
         async with replicas_here(configs) as replicas, fleet_of(replicas, configs["a"]) as fleet:
-            for number, prompt in enumerate(prompts):
-                homes[number], found = await ask(fleet, f"first {number}", prompt)
-                assert found == 0
-            assert {*homes.values()} == {"a", "b"}
-            for number in range(4, 14):
-                await ask(fleet, f"fills {number}", prompt_of(number))
+            for number in range(12):
+                home = "ab"[number % 2]
+                assert await ask(fleet, f"{home}:{number}", prompt_of(number)) == (home, 0)
             await until_on_disk(fleet, [(homes[number], prompts[number]) for number in homes])
             for number in (1, 0, 3, 2):
                 assert await ask(fleet, f"again {number}", prompts[number]) == (homes[number], BLOCKS * 16)
@@ -105,8 +119,8 @@ def test_replicas_that_share_a_folder_both_tell_what_lies_there(tmp_path):
     async def run():
         configs = {name: config(tmp_path) for name in ("a", "b")}
         async with replicas_here(configs) as replicas, fleet_of(replicas, configs["a"]) as fleet:
-            for number in range(10):
-                await fleet.answer(asked(f"q{number}", prompt_of(number)))
+            for number in range(12):
+                await fleet.answer(asked(f"{'ab'[number % 2]}:{number}", prompt_of(number)))
             await until_on_disk(fleet, [(name, prompt_of(number)) for name in ("a", "b") for number in range(2)])
 
     asyncio.run(run())
