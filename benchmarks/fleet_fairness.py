@@ -1,10 +1,11 @@
 """Measures what a tenant feels of one that floods a fleet, and the same on one engine of the fleet's size.
 
-    python -m benchmarks.fleet_fairness [--replicas 3] [--rows 16] [--seconds 60]
+    python -m benchmarks.fleet_fairness [--replicas 3] [--rows 16] [--light 32] [--seconds 60]
 
-A light tenant always has twice as many requests under way as one replica has rows; another, of equal weight, has a
-hundred for each replica. The light one's requests go where the router sends them, or all need one replica, as with
-sessions or a prefix that is there. Replicas are told what their tenants have had elsewhere, or each is fair by itself.
+A light tenant always has twice as many requests under way as one replica has rows, or `--light`; another, of equal
+weight, has a hundred for each replica. The light one's requests go where the router sends them, or all need one
+replica, as with sessions or a prefix that is there. Replicas are told what their tenants have had elsewhere, or each is
+fair by itself.
 Scheduler, memory, router and tenancy are those that serve; a step takes as long as `benchmarks.replay.calibrate` has
 measured, on the one large engine a third of that for three times as many rows, blocks and tokens of a step: *modelled*.
 Shares are of all tokens that were computed, prompts included.
@@ -93,10 +94,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--light", type=int, help="requests that the light tenant has under way; default: twice --rows")
     parser.add_argument("--seconds", type=float, default=60.0)
     given = parser.parse_args()
     times: StepModel = StepTimes.load(CALIBRATION)
-    loads = {LIGHT: Load(2 * given.rows), FOURTH: Load(100 * given.replicas)}
+    loads = {LIGHT: Load(given.light or 2 * given.rows), FOURTH: Load(100 * given.replicas)}
     print(times.description, end="\n\n")
     print("| light tenant's requests | engines | its share | tokens/s of all | first token, ms | p99 |")
     print("| --- | --- |" + " ---: |" * 4)

@@ -1,12 +1,13 @@
 """Measures what `fleet_fairness` models: a tenant beside one that floods a fleet, here with real engines.
 
-    python -m benchmarks.fleet_fairness_engines [--replicas 3] [--rows 8] [--seconds 12] [--rounds 3]
+    python -m benchmarks.fleet_fairness_engines [--replicas 3] [--rows 8] [--seconds 14] [--rounds 3]
 
 Engines of SmolLM2-135M, a process and a thread each, behind the `Fleet` that serves, without Ray. The loads are those
 of `fleet_fairness`: a light tenant with twice as many requests under way as a replica has rows, and one of equal weight
 with a hundred for each replica. The light one's requests go where the router sends them, or all to one replica;
-replicas are told what their tenants have had elsewhere, or each is fair by itself. The four cases take turns. Shares
-are of all tokens that were computed, prompts included; front end and engines share this machine's cores.
+replicas are told what their tenants have had elsewhere, or each is fair by itself. In a fifth case the light one has
+three times as many requests, so that some wait everywhere at any time. The cases take turns. Shares are of all tokens
+that were computed, prompts included; front end and engines share this machine's cores.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from unittest import mock
 
 from benchmarks.fairness import FOURTH, PROMPT, Load, requests
@@ -37,7 +39,23 @@ from pagemill.hub import resolve_model
 
 WARM_UP_S = 3.0
 HOME = "r0"
-CASES = [(where, tells) for where in ("anywhere", "one replica") for tells in (False, True)]
+
+
+class Case(NamedTuple):
+    """Says where the light tenant's requests go, whether replicas are told of the others, and how many requests it has
+    under way for each row of a replica."""
+
+    where: str
+    tells: bool
+    light: int = 2
+
+    def __str__(self) -> str:
+        told = "told of the others" if self.tells else "fair by themselves"
+        return f"{self.where} | {told} | {self.light}"
+
+
+CASES = [*(Case(where, tells) for where in ("anywhere", "one replica") for tells in (False, True))]
+CASES += [Case("anywhere", True, light=6)]
 
 
 class RouterToHome(Router):
@@ -48,11 +66,11 @@ class RouterToHome(Router):
 
 
 @contextmanager
-def arranged(where: str, tells: bool) -> Iterator[None]:
+def arranged(case: Case) -> Iterator[None]:
     """Makes fleets that begin meanwhile what a case asks for."""
-    router = RouterToHome if where == "one replica" else Router
+    router = RouterToHome if case.where == "one replica" else Router
     with mock.patch.object(fleet_module, "Router", router):
-        if tells:
+        if case.tells:
             yield
         else:
             with mock.patch.object(TenantShares, "served_elsewhere", return_value={}):
@@ -89,8 +107,8 @@ class Clock:
 async def measure(
     replicas: dict[str, Replica], config: EngineConfig, loads: dict[str, Load], seconds: float, seed: int
 ) -> Seen:
-    """Keeps so many requests of each tenant under way, and counts behind a warm-up. seed: no two runs have the same
-    prompts."""
+    """Keeps so many requests of each tenant under way for a while, and counts what comes behind WARM_UP_S. seed: no two
+    runs have the same prompts."""
     async with fleet_of(replicas, config) as fleet:
         seen = Seen(time.monotonic() + WARM_UP_S)
         fleet.watch = seen.note
@@ -105,7 +123,7 @@ async def measure(
         for at, (tenant, load) in enumerate(loads.items()):
             made = requests(Clock(), tenant, load, seed * len(loads) + at)
             work += [asyncio.create_task(go_on(made)) for _ in range(load.requests)]
-        await asyncio.sleep(WARM_UP_S + seconds)
+        await asyncio.sleep(seconds)
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
@@ -118,25 +136,25 @@ async def run(given: argparse.Namespace) -> None:
         model=str(resolve_model(MODEL)), max_model_len=512, max_num_seqs=given.rows, kv_memory="128MiB", num_threads=1,
         tenants=LIMITS,
     )  # fmt: skip
-    loads = {LIGHT: Load(2 * given.rows), FOURTH: Load(100 * given.replicas)}
-    shares: defaultdict[tuple[str, bool], list[float]] = defaultdict(list)
+    shares: defaultdict[Case, list[float]] = defaultdict(list)
     speeds, firsts = defaultdict(list, shares), defaultdict(list, shares)
     async with replicas_here({f"r{number}": config for number in range(given.replicas)}) as replicas:
         for seed, (number, case) in enumerate(itertools.product(range(given.rounds), CASES)):
-            with arranged(*case):
+            loads = {LIGHT: Load(case.light * given.rows), FOURTH: Load(100 * given.replicas)}
+            with arranged(case):
                 seen = await measure(replicas, config, loads, given.seconds, seed)
             total = seen.tokens.total()
             shares[case].append(seen.tokens[LIGHT] / total)
-            speeds[case].append(total / given.seconds)
+            speeds[case].append(total / (given.seconds - WARM_UP_S))
             firsts[case].append(statistics.median(seen.first_s))
-            print(f"round {number + 1}, {case}: {shares[case][-1]:.1%}, {firsts[case][-1]:.2f} s", flush=True)
+            print(f"round {number + 1} | {case}: {shares[case][-1]:.1%}, {firsts[case][-1]:.2f} s", flush=True)
     print(f"\n{heading(describe_machine())}\n")
-    print("| light tenant's requests | replicas | its share | first token, median | tokens/s of all |")
-    print("| --- | --- |" + " ---: |" * 3)
+    print("| light tenant's requests | replicas | for each row | its share | first token, median | tokens/s of all |")
+    print("| --- | --- |" + " ---: |" * 4)
     for case in CASES:
         spread = f"{min(shares[case]):.1%} to {max(shares[case]):.1%}"
         print(
-            f"| {case[0]} | {'told of the others' if case[1] else 'fair by themselves'} | "
+            f"| {case} | "
             f"{statistics.median(shares[case]):.1%} ({spread}) | {statistics.median(firsts[case]):.2f} s | "
             f"{statistics.median(speeds[case]):.0f} |"
         )
@@ -146,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--seconds", type=float, default=14.0, help="of a case, of which the first three do not count")
     parser.add_argument("--rounds", type=int, default=3)
     asyncio.run(run(parser.parse_args()))
 
