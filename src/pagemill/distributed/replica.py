@@ -44,6 +44,8 @@ SILENT_S = 30.0
 """A front end that has sent nothing for so long is gone: its requests end. It sends something every few seconds."""
 LOOK_S = 5.0
 """Seconds between two looks at who is silent."""
+BLOCKS_AT_ONCE = 4096
+"""Blocks in one message to a front end that is new: a replica may have millions on disk."""
 LAST_WORDS_S = 0.2
 """Seconds in which front ends learn what an engine died of, before its replica ends too."""
 SEPARATOR = "/"
@@ -78,7 +80,7 @@ class EngineReplica:
         if peering is not None and not peering.host:
             peering = Peering(peering.secret, _node_address())
         self._blocks: set[bytes] = set()
-        """Blocks that the engine holds: the first `DIGEST_BYTES` of their digests."""
+        """Blocks that the engine holds, by their names in `Held`."""
         self._told = Held()
         """The last that the engine has told; the times in it hold."""
         self._front_ends: dict[str, _FrontEnd] = {}
@@ -94,7 +96,10 @@ class EngineReplica:
         """
         mine = self._front_ends[front_end] = _FrontEnd()
         mine.outbox.put(self._client.facts)
-        mine.outbox.put(msgspec.structs.replace(self._told, stored=b"".join(self._blocks), removed=b""))
+        blocks = [*self._blocks]
+        for first in range(0, max(1, len(blocks)), BLOCKS_AT_ONCE):
+            part = b"".join(blocks[first : first + BLOCKS_AT_ONCE])
+            mine.outbox.put(msgspec.structs.replace(self._told, stored=part, removed=b""))
         try:
             while (batch := await mine.outbox.take()) is not None:
                 yield batch
