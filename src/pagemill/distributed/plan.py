@@ -87,7 +87,11 @@ class FleetPlan:
         """Returns how replicas give each other blocks; None if they do not, or if there is only one."""
         if not self.kv_transfer or self.replicas == 1:
             return None
-        return Peering(self.secret, self.kv_transfer_host or (LOOPBACK if self.address is not None else ""))
+        return Peering(self.secret, self.host())
+
+    def host(self) -> str:
+        """Returns the address at which replicas listen; "" for that of their node in the Ray cluster."""
+        return self.kv_transfer_host or (LOOPBACK if self.address is not None else "")
 
     def engine_config(self) -> EngineConfig:
         """Returns the settings of a replica's engine. Raises `ConfigError` and `ModelNotFoundError`."""
