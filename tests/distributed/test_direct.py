@@ -11,10 +11,11 @@ from simulated_fleet import SimulatedEngine, SimulatedReplica
 from pagemill import SamplingParams
 from pagemill.config import EngineConfig
 from pagemill.distributed import replica as replica_module
-from pagemill.distributed.direct import TOKEN_BYTES
+from pagemill.distributed.direct import MAX_BATCH_BYTES, MAX_STRANGERS, TOKEN_BYTES, DirectServer, connect
 from pagemill.distributed.messages import OUTBOUND, Offer
 from pagemill.distributed.replica_link import ReplicaLink
 from pagemill.engine.messages import EngineRequest
+from pagemill.engine.wire import HEADER
 
 HOST = "127.0.0.1"
 
@@ -149,3 +150,80 @@ def test_ray_carries_all_where_no_connection_can_be_made(monkeypatch, fields):
         assert not replica._direct._offers  # noqa: SLF001
 
     run(monkeypatch, scenario, lambda batch: changed(batch, **fields))
+
+
+def test_a_batch_that_cannot_be_sent_ends_nothing_before_the_last_words(monkeypatch):
+    async def scenario(replica, link, user, handle):
+        async def fail(batch):
+            raise ConnectionResetError
+
+        link._direct.send = fail  # noqa: SLF001
+        link.send(request("q", 3))
+        await asyncio.sleep(0.05)
+        assert link.death is None
+        for each in replica.front_ends.values():
+            each.outbox.put(replica_module.Failure.of(replica_module.EngineDeadError("out of memory")))
+            each.outbox.close()
+        await user.ended.wait()
+        assert "out of memory" in link.death.message
+
+    run(monkeypatch, scenario)
+
+
+def serve(scenario):
+    async def go():
+        server = DirectServer()
+        await server.start(HOST)
+        try:
+            await asyncio.wait_for(scenario(server), 10)
+        finally:
+            server.close()
+
+    asyncio.run(go())
+
+
+def test_a_token_is_for_one_connection():
+    async def scenario(server):
+        offer, made = server.offer()
+        assert await connect(offer)
+        await made
+        again = await connect(offer)
+        assert await again.receive_first() is None
+
+    serve(scenario)
+
+
+def test_an_offer_that_has_been_given_up_is_for_none():
+    async def scenario(server):
+        offer, made = server.offer()
+        made.cancel()
+        connection = await connect(offer)
+        assert await connection.receive_first() is None
+
+    serve(scenario)
+
+
+def test_those_who_say_no_token_keep_nobody_out_and_are_closed(monkeypatch):
+    async def scenario(server):
+        offer, made = server.offer()
+        strangers = [await asyncio.open_connection(HOST, offer.port) for _ in range(MAX_STRANGERS + 8)]
+        assert await connect(offer)
+        await made
+        for reader, _ in strangers[:9]:  # the oldest had to go
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await reader.readexactly(1)
+        assert not strangers[-1][0].at_eof()
+        for _, writer in strangers:
+            writer.close()
+
+    serve(scenario)
+
+
+def test_a_batch_that_is_too_long_ends_the_connection_before_it_is_read():
+    async def scenario(server):
+        offer, made = server.offer()
+        connection = await connect(offer)
+        connection._writer.write(HEADER.pack(MAX_BATCH_BYTES + 1))  # noqa: SLF001
+        assert await (await made).receive() is None
+
+    serve(scenario)

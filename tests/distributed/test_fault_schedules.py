@@ -1,6 +1,7 @@
 """Random schedules of faults between a front end and its replicas: every request ends once, with its own tokens.
 
-Replicas are killed, cut off, slowed down, listed and listed no more; calls are lost; the front end is restarted. `make
+Replicas are killed, cut off, slowed down, listed and listed no more; calls are lost, and connections past Ray break or
+cannot be made; the front end is restarted. `make
 test-faults` draws thousands of schedules.
 """
 
@@ -18,6 +19,7 @@ from pagemill.tenant_limits import TenantLimits
 
 SEEDS = range(int(os.environ.get("PAGEMILL_FAULT_SCHEDULES", "40")))
 BUSY_S, QUIET_S = 40.0, 150.0
+FAULTS = ["kill", "kill", "cut", "cut", "slow", "lose", "break", "reach", "add", "unlist", "list", "restart"]
 RETRYABLE = "EngineRestartingError"
 LIMITS = {"team": TenantLimits(max_running=3, guaranteed_blocks=20)}
 
@@ -52,7 +54,9 @@ async def disturb(ray, draw, restart):
         await asyncio.sleep(draw.expovariate(1 / 4))
         alive = [peer for peer in ray.peers.values() if not peer.gone.is_set()]
         peer = draw.choice(alive) if alive else None
-        what = draw.choice(["kill", "kill", "cut", "cut", "slow", "lose", "add", "unlist", "list", "restart"])
+        what = draw.choice(
+            ["kill", "kill", "cut", "cut", "slow", "lose", "break", "reach", "add", "unlist", "list", "restart"]
+        )
         if what == "restart":
             if draw.random() < 0.3:
                 await restart()
@@ -71,14 +75,18 @@ async def disturb(ray, draw, restart):
             peer.delay_s, peer.replica.engine.pace = draw.choice([0.0, 0.05, 0.4]), draw.choice([0.5, 1.0, 4.0])
         elif what == "lose":
             peer.lost = draw.choice([0.0, 0.1, 0.4])
+        elif what == "break":
+            ray.network.break_off(peer)
+        elif what == "reach":
+            peer.reached = draw.random() < 0.5
         elif what == "unlist":
             ray.list(ray.listed - {peer.name})
         else:
             ray.list({*ray.listed, peer.name})
 
 
-async def one_schedule(seed):
-    draw, ray, clients = random.Random(seed), SimulatedRay(seed), []
+async def one_schedule(seed, ray):
+    draw, clients = random.Random(seed), []
 
     async def begin():
         clients.append(Client(ray, LIMITS))
@@ -102,7 +110,7 @@ async def one_schedule(seed):
     await disturb(ray, draw, restart)
     for peer in ray.peers.values():  # the faults end; those that run are listed
         peer.whole.set()
-        peer.lost, peer.delay_s = 0.0, 0.002
+        peer.lost, peer.delay_s, peer.reached = 0.0, 0.002, True
     await ray.start()
     ray.list({name for name, peer in ray.peers.items() if not peer.gone.is_set()})
     await asyncio.gather(*serving, return_exceptions=True)
@@ -139,7 +147,8 @@ def check(client, ray):
 
 def run_schedule(monkeypatch, seed):
     try:
-        run(monkeypatch, lambda loop: one_schedule(seed))
+        ray = SimulatedRay(seed)
+        run(monkeypatch, ray, lambda loop: one_schedule(seed, ray))
     except BaseException as error:
         raise AssertionError(f"schedule {seed} went wrong") from error
 

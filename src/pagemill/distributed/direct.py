@@ -18,7 +18,7 @@ TOKEN_BYTES = 32
 CONNECT_S = 2.0
 """The longest time until a connection is there and has said its token; Ray carries everything where it is not."""
 MAX_STRANGERS = 64
-"""Connections at once that have not said a token. One more is closed."""
+"""Connections at once that have not said a token. For one more, the one ends that has waited longest."""
 MAX_BATCH_BYTES = 1 << 30
 """A longer batch is none: what comes is not from a front end."""
 
@@ -69,7 +69,8 @@ class DirectServer:
 
     def __init__(self) -> None:
         self._offers: dict[bytes, asyncio.Future[DirectConnection]] = {}
-        self._num_strangers = 0
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        """Connections that have not said a token; the oldest comes first."""
         self._server: asyncio.Server | None = None
         self._address = "", 0
 
@@ -93,17 +94,18 @@ class DirectServer:
             self._server.close()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._num_strangers >= MAX_STRANGERS:
-            writer.close()
-            return
-        self._num_strangers += 1
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
         made: asyncio.Future[DirectConnection] | None = None
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, asyncio.TimeoutError, OSError):
                 token = await asyncio.wait_for(reader.readexactly(TOKEN_BYTES), CONNECT_S)
                 made = self._offers.get(token)
         finally:
-            self._num_strangers -= 1
+            self._strangers.pop(writer, None)
         if made is None or made.done():
             writer.close()
         else:

@@ -140,10 +140,13 @@ class ReplicaLink:
         try:
             while (batch := await self._outbox.take(PING_S)) is not None:
                 await self._known()
-                if self._direct is not None:
-                    await self._direct.send(batch)
-                else:
+                if self._direct is None:
                     await self._deliver(next(self._batches), batch)
+                    continue
+                try:
+                    await self._direct.send(batch)
+                except OSError:
+                    return  # who takes what comes sees that too, behind the replica's last words
         except Exception as error:
             self._end(EngineDeadError(f"replica {self.name} is gone ({type(error).__name__})"))
 
