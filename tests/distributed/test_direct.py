@@ -170,10 +170,10 @@ def test_a_batch_that_cannot_be_sent_ends_nothing_before_the_last_words(monkeypa
     run(monkeypatch, scenario)
 
 
-def serve(scenario):
+def serve(scenario, host=HOST):
     async def go():
         server = DirectServer()
-        await server.start(HOST)
+        await server.start(host)
         try:
             await asyncio.wait_for(scenario(server), 10)
         finally:
@@ -191,6 +191,16 @@ def test_a_token_is_for_one_connection():
         assert await again.receive_first() is None
 
     serve(scenario)
+
+
+def test_an_offer_has_the_address_that_the_replica_has_by_a_name():
+    async def scenario(server):
+        offer, made = server.offer()
+        assert offer.host in ("127.0.0.1", "::1")
+        assert await connect(offer)
+        await made
+
+    serve(scenario, "localhost")
 
 
 def test_an_offer_that_has_been_given_up_is_for_none():

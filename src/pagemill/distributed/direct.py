@@ -75,9 +75,11 @@ class DirectServer:
         self._address = "", 0
 
     async def start(self, host: str) -> None:
-        """Listens on an address of this machine. Raises `OSError` where it cannot."""
+        """Listens on an address of this machine, or on that which it has by a name: others may know another by that.
+        Raises `OSError` where it cannot."""
         self._server = await asyncio.start_server(self._take, host, 0)
-        self._address = host, self._server.sockets[0].getsockname()[1]
+        address, port, *_ = self._server.sockets[0].getsockname()
+        self._address = address, port
 
     def offer(self) -> tuple[Offer, asyncio.Future[DirectConnection]]:
         """Returns what a front end connects with, and the connection once it is there. Cancelling that ends the

@@ -30,10 +30,11 @@ class FleetPlan:
     between which Ray Serve chooses. address: host and port where the front end itself listens; None: it is asked
     through Ray Serve's proxies. engine_resources, front_end_resources: `ray_actor_options`. log_path: a file or pipe
     to which all processes write what they have to say; None: where Ray puts it. kv_transfer: whether replicas fetch
-    blocks from each other; kv_transfer_host: the address of a replica's machine on which it gives them; None: loopback
-    where the front end listens on this machine, else that of the node in the Ray cluster. secret: what replicas know
-    each other by, another at each start. prefill_replicas: how many replicas compute prompts alone. Raises
-    `ConfigError` for a routing that there is not, and for prompts that nobody goes on with.
+    blocks from each other; kv_transfer_host: the address of a replica's machine on which it gives them, and takes
+    connections of front ends; None: loopback where the front end listens on this machine, else that of the node in the
+    Ray cluster. secret: what replicas know each other by, another at each start. prefill_replicas: how many replicas
+    compute prompts alone. Raises `ConfigError` for a routing that there is not, and for prompts that nobody goes on
+    with.
     """
 
     model: str
