@@ -172,12 +172,13 @@ class SimulatedReplica(EngineReplica):
 
 class Peer:
     """A replica as its callers see it. gone: set once it has been killed. whole: clear while a partition is between it
-    and them. reached: whether connections past Ray can be made."""
+    and them. reached: whether connections past Ray can be made. flowing: clear while these carry nothing."""
 
     def __init__(self, name, replica, network):
         self.name, self.replica, self.network, self.reached = name, replica, network, True
-        self.gone, self.whole, self.streams = asyncio.Event(), asyncio.Event(), 0
+        self.gone, self.whole, self.flowing, self.streams = asyncio.Event(), asyncio.Event(), asyncio.Event(), 0
         self.whole.set()
+        self.flowing.set()
         self.delay_s, self.lost = 0.002, 0.0
 
     def kill(self):

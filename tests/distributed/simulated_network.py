@@ -87,6 +87,7 @@ class Network:
     async def take_time(self, peer):
         await asyncio.sleep(self.draw.uniform(0.5, 1.5) * peer.delay_s)
         await peer.whole.wait()
+        await peer.flowing.wait()
 
     def break_off(self, peer):
         """Ends a replica's connections for both sides, as something between them may."""
