@@ -119,7 +119,7 @@ def make_tiers(
         if capacity > 0 and compressed:
             tiers.append(CompressedStore(limit, facts.kv.itemsize))
         elif capacity > 0:
-            tiers.append(HostStore(capacity, record_bytes, pinned=facts.locks_pages))
+            tiers.append(HostStore(capacity, record_bytes))
     if config.kv_disk_memory is not None:
         tiers += _disk_tier(config, format, taken["disk"])
     if peering is None or not config.enable_prefix_caching:
