@@ -81,6 +81,7 @@ class EngineCore:
         self._adapters = Adapters(config, self.executor)
         try:
             self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor, publishes, peering)
+            self.executor.warm_up()
         except BaseException:
             self.executor.close()
             raise
@@ -368,6 +369,8 @@ class EngineCore:
             compactions=compaction.sequences,
             stalled_s=self._stalled_s,
             block_bytes=self.executor.facts.frame_bytes,
+            graphs=self.executor.graphs().count,
+            graph_bytes=self.executor.graphs().nbytes,
             tier_blocks={tier: sum(held.values()) for tier, held in below.items()},
             tenants={one.account.name: tenant_stats(one, below) for one in self.scheduler.tenants},
         )
