@@ -60,8 +60,10 @@ def check_collectives(counted, steps):
 def test_graphs_on_all_ranks_bring_the_tokens_of_one(small_model, device, size):
     """4 heads, 2 KV heads: with four ranks, two have the same. Every step samples."""
     config, executor = opened(small_model, device, size, kv_memory=8 * FRAME_BYTES * size // 2)
-    device.collectives.clear()  # what made the connections
     late, requests = Late(config, executor, depth=2), decoding(3 if size == 2 else 2)
+    executor.warm_up()
+    assert executor.graphs().number == len(device.graphs) == 2 * len(graphs.batch_sizes(config.max_num_seqs))
+    device.collectives.clear()  # what made the connections, and the warm-up's
     late.add(requests)
     tokens = late.run()
     executor.close()

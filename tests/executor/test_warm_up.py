@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,17 +73,18 @@ def test_trial_steps_start_every_kernel(tokens, longest):
 
 def test_the_usual_decode_steps_are_captured_before_the_first_step_the_largest_first(small_model, device, caplog):
     config, late = opened(small_model, device)
-    device.graph_bytes = 3 << 10
+    device.nbytes, device.graph_bytes = 1 << 30, (3 << 20) // AHEAD
     with caplog.at_level(logging.INFO):
-        late.executor.warm_up()
+        done = late.executor.warm_up()
     sizes = batch_sizes(config.max_num_seqs)[::-1]
     assert captured(late) == [(size, 64, draws) for size in sizes for draws in (False, True)]
-    assert late.executor.graphs() == GraphFacts(AHEAD, AHEAD * 3 << 10)
+    assert late.executor.graphs() == GraphFacts(AHEAD, 3 << 20)
     compiling, compiled, told = [record.message for record in caplog.records]
     assert compiling.startswith("compiling the kernels of steps")
-    assert compiled.startswith("compiled the kernels of steps in ")
-    assert told.startswith(f"captured {AHEAD} decode steps as graphs in ")
-    assert told.endswith("; they take 0 MiB")
+    assert compiled.startswith("kernels compiled in ")
+    assert told.startswith(f"{AHEAD} decode steps captured as graphs in ")
+    assert told.endswith(" s, 3 MiB")
+    assert done == f"{compiled}, {told}"
     requests = decoding()
     late.add(requests)
     assert late.run() == on_cpu(config, requests)
@@ -94,13 +100,16 @@ def test_work_that_goes_on_tells_how_far_it_is(small_model, device, monkeypatch,
     assert "2 decode steps are captured; 4 rows come next" in caplog.text
 
 
-def test_none_is_captured_where_that_is_turned_off(small_model, device, caplog):
-    _, late = opened(small_model, device, enforce_eager=True)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_none_is_captured_where_that_is_turned_off_or_no_step_runs_ahead(small_model, device, caplog, drafts):
+    speculation = {"method": "draft_model", "model": small_model, "num_speculative_tokens": 2}
+    setting = {"speculative_config": speculation, "kv_memory": 1 << 19} if drafts else {"enforce_eager": True}
+    _, late = opened(small_model, device, **setting)
     with caplog.at_level(logging.INFO):
         late.executor.warm_up()
     assert not device.graphs
     assert late.executor.graphs() == GraphFacts(0, 0)
-    assert len(caplog.records) == 2
+    assert "kernels compiled in" in caplog.text
     assert "captured" not in caplog.text
 
 
@@ -123,7 +132,7 @@ def test_a_device_that_cannot_capture_tries_once(small_model, device, caplog):
     device.captures = False
     with caplog.at_level(logging.INFO):
         late.executor.warm_up()
-    assert late.executor.graphs().count == 0
+    assert late.executor.graphs().number == 0
     assert caplog.text.count("without CUDA graphs") == 1
     assert "captured" not in caplog.text
 
@@ -167,7 +176,7 @@ def test_graphs_that_gave_memory_up_come_back_as_their_steps_do(small_model, dev
     forward = core.executor.decoder.forward
 
     def narrow(token_ids, *rest):
-        if len(token_ids) > 6 and core.executor.graphs().count:
+        if len(token_ids) > 6 and core.executor.graphs().number:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(token_ids, *rest)
 
@@ -208,7 +217,7 @@ def test_a_trial_without_memory_is_told_and_the_engine_starts(small_model, devic
     monkeypatch.setattr(late.executor.decoder, "forward", narrow)
     late.executor.warm_up()
     assert "max_num_batched_tokens allows steps of 24 tokens" in caplog.text
-    assert late.executor.graphs().count == AHEAD
+    assert late.executor.graphs().number == AHEAD
 
 
 def test_an_engine_warms_up_counts_its_graphs_and_keeps_them_when_its_pool_changes(small_model, device):
@@ -218,6 +227,8 @@ def test_an_engine_warms_up_counts_its_graphs_and_keeps_them_when_its_pool_chang
     core.resize(7 * core.executor.facts.frame_bytes)
     stats = core.stats()
     assert (stats.graphs, stats.graph_bytes) == (AHEAD, AHEAD * 3 << 10)
+    assert f"{AHEAD} decode steps captured as graphs in" in core.ready.warm_up
+    assert core.ready.description.endswith(f" blocks of 16 tokens in float32; {core.ready.warm_up}")
     shown = {metric.name: metric.samples(stats) for metric in ENGINE_METRICS if metric.name.startswith("cuda_graph")}
     assert {name: [*each] for name, each in shown.items()} == {
         "cuda_graphs": [({}, AHEAD)],
@@ -241,3 +252,23 @@ def test_a_sample_that_nobody_asked_for_changes_no_row(small_model, device):
     requests = [request("r", [5, 9, 3], SamplingParams(temperature=0.9, seed=4, max_tokens=9, ignore_eos=True))]
     late.add(requests)
     assert late.run() == on_cpu(config, requests)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "8-bit weights",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("llama", "float32", "int8 cache", "4-bit cache", "windows", "experts", "latents")
+        ),
+    ],
+)
+def test_no_kernel_is_compiled_while_requests_are_served(case):
+    script = Path(__file__).with_name("kernels_of_serving.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(script.parents[1])
+    run = subprocess.run([sys.executable, script, case], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == ""

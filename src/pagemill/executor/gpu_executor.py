@@ -85,7 +85,8 @@ class GpuExecutor(LocalExecutor):
         facts = replace(facts, overlaps=True, counts_steps=measures)
         super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, draft)
         self._accelerator = device
-        self._steps = DeviceSteps(device, self, backend, max_num_seqs, facts.max_model_len, enforce_eager, together)
+        eager = enforce_eager or draft is not None  # with drafts on the device, no step runs ahead of the host
+        self._steps = DeviceSteps(device, self, backend, max_num_seqs, facts.max_model_len, eager, together)
         self._edits = Edits(self.rows)
         self._ring = Ring(device, max_num_seqs)
         self._flights: deque[Flight] = deque()
@@ -104,33 +105,36 @@ class GpuExecutor(LocalExecutor):
         """Has the kernels compiled that steps use."""
         self._steps.compile(self._largest, self._shape)
 
-    def warm_up(self) -> None:
-        """Has kernels compiled, and captures the usual decode steps, as steps of nobody's rows. With a draft model, no
-        step runs ahead of the host, and none is captured."""
+    def warm_up(self) -> str:
+        """Has kernels compiled, and captures the usual decode steps, as steps of nobody's rows."""
         logger.info("compiling the kernels of steps, which takes minutes where Triton has not kept them")
         begin = time.monotonic()
         try:
             self.compile()
         except KVMemoryError as error:
             logger.warning("%s", error)
-        logger.info("compiled the kernels of steps in %.1f s", time.monotonic() - begin)
-        if self.draft is None:
-            self._capture_ahead()
+        done = f"kernels compiled in {time.monotonic() - begin:.1f} s"
+        logger.info(done)
+        if captured := self._capture_ahead():
+            logger.info(captured)
+            done = f"{done}, {captured}"
+        return done
 
-    def _capture_ahead(self) -> None:
+    def _capture_ahead(self) -> str:
+        """Captures the usual decode steps. Returns how many, in words; nothing if there are none."""
         begin = told = time.monotonic()
         for shape in self._steps.ahead():
             if time.monotonic() - told > TELL_S:
                 told = time.monotonic()
-                logger.info("%d decode steps are captured; %d rows come next", self.graphs().count, shape.tokens)
+                logger.info("%d decode steps are captured; %d rows come next", self.graphs().number, shape.tokens)
             try:
                 self._capture(shape)
             except torch.OutOfMemoryError as error:
                 logger.warning("too little memory is left for steps of %d rows: %s", shape.tokens, error)
                 break
-        if count := self.graphs().count:
-            seconds, mib = time.monotonic() - begin, self.graphs().nbytes >> 20
-            logger.info("captured %d decode steps as graphs in %.1f s; they take %d MiB", count, seconds, mib)
+        count, nbytes = self.graphs()
+        seconds = time.monotonic() - begin
+        return f"{count} decode steps captured as graphs in {seconds:.1f} s, {nbytes >> 20} MiB" if count else ""
 
     @torch.inference_mode()
     def _capture(self, shape: Shape) -> None:
@@ -284,9 +288,9 @@ class GpuExecutor(LocalExecutor):
 
     def _give_memory_up(self) -> None:
         """Gives up the memory of graphs, for the step that is run again."""
-        if (graphs := self.graphs()).count:
+        if (graphs := self.graphs()).number:
             what = (
                 "a step had too little memory: %d decode steps give up their graphs, %d MiB, until they come up again"
             )
-            logger.warning(what, graphs.count, graphs.nbytes >> 20)
+            logger.warning(what, graphs.number, graphs.nbytes >> 20)
             self._steps.clear()

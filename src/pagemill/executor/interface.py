@@ -88,7 +88,7 @@ class GraphFacts(NamedTuple):
     """Counts the decode steps that are captured as graphs, and the bytes that these take on the device, of several on
     each."""
 
-    count: int
+    number: int
     nbytes: int
 
 
@@ -133,9 +133,10 @@ class Executor(Protocol):
         """Makes the KV pool, once, with streamed frames beside it, in host memory or in a file in that folder. Returns
         the number of the first streamed frame. Raises KVMemoryError or KVStoreError."""
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> str:
         """Does once, before the first step, what would hold up the steps that need it first, as compiling kernels. May
-        take a while, and logs it. Raises EngineDeadError."""
+        take minutes, and logs how far it is. Returns what was done, in words for people; nothing if there was nothing
+        to do. Raises EngineDeadError."""
 
     def graphs(self) -> GraphFacts: ...
 

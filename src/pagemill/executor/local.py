@@ -65,8 +65,9 @@ class LocalExecutor(Worker):
             self.draft.begin(self.pool, self.rows, self.sampler)
         return first_streamed
 
-    def warm_up(self) -> None:
-        """Does nothing: kernels are compiled, and captured are none."""
+    def warm_up(self) -> str:
+        """Does nothing: kernels are compiled, and no steps are captured."""
+        return ""
 
     def graphs(self) -> GraphFacts:
         return GraphFacts(0, 0)
