@@ -81,6 +81,7 @@ class EngineCore:
         self._adapters = Adapters(config, self.executor)
         try:
             self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor, publishes, peering)
+            self._warm_up = self.executor.warm_up()
         except BaseException:
             self.executor.close()
             raise
@@ -368,6 +369,8 @@ class EngineCore:
             compactions=compaction.sequences,
             stalled_s=self._stalled_s,
             block_bytes=self.executor.facts.frame_bytes,
+            graphs=self.executor.graphs().number,
+            graph_bytes=self.executor.graphs().nbytes,
             tier_blocks={tier: sum(held.values()) for tier, held in below.items()},
             tenants={one.account.name: tenant_stats(one, below) for one in self.scheduler.tenants},
         )
@@ -437,6 +440,7 @@ class EngineCore:
             peer_address="" if self.tiers is None or self.tiers.peers is None else self.tiers.peers.address,
             kv_format_name=facts.kv_format,
             numerics=facts.numerics,
+            warm_up=self._warm_up,
         )
 
     def root(self, request: EngineRequest | BlocksQuery | KVMapQuery, adapter: bytes = b"") -> bytes:

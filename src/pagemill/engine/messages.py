@@ -301,14 +301,17 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """These three begin the digest of every chain of blocks, see `root_digest`."""
     peer_address: str = ""
     """Host and port at which peers fetch this engine's blocks; empty: they do not."""
+    warm_up: str = ""
+    """What was done before the first step, in words for people: kernels compiled, decode steps captured."""
 
     @property
     def description(self) -> str:
-        """Returns one line for people: device, dtype, kernels, and the pool as it is now."""
+        """Returns one line for people: device, dtype, kernels, the pool as it is now, and the warm-up."""
         fit = f", {self.longest_sequence} of max_model_len={self.max_model_len} fit"
         return (
             f"{self.model}; KV pool {self.kv_bytes / 2**20:.0f} MiB: {self.num_frames} blocks of {self.block_size} "
             f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}{self._adapters}"
+            f"{self.warm_up and '; '}{self.warm_up}"
         )
 
     @property

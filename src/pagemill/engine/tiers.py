@@ -120,7 +120,7 @@ def make_tiers(
         if capacity > 0 and compressed:
             tiers.append(CompressedStore(limit, facts.kv.itemsize))
         elif capacity > 0:
-            tiers.append(HostStore(capacity, record_bytes, pinned=facts.locks_pages))
+            tiers.append(HostStore(capacity, record_bytes))
     disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
     tiers += disk
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
