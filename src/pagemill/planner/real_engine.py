@@ -244,10 +244,10 @@ class RealEngine:
             if not self.core.has_work():
                 clock.wait(waiting[-1][0].arrival_s - clock.now())
                 continue
-            before = len(self._noted)
+            noted = len(self._noted)
             outputs = self.step()
             now = clock.now()
-            for step in self._noted[before:]:
+            for step in self._noted[noted:]:
                 rows = len(step.plan.rows)
                 outcome.steps += 1
                 outcome.busy_s += step.seconds
