@@ -124,6 +124,15 @@ def test_a_trial_is_cut_only_where_a_limit_breaks():
     assert held >= 2
 
 
+def test_a_trial_whose_slowest_requests_alone_break_a_limit_is_not_cut():
+    roofline = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16")
+    trace = load().requests(5.0, Limits(0.2, 3.0))
+    whole = run_trial(roofline, Settings(1), trace, 5.0)
+    for slack, cut in ((1.001, False), (0.9, True)):
+        for limits in (Limits(slack * whole.tpot_p99_s), Limits(1.0, slack * whole.ttft_p99_s)):
+            assert run_trial(roofline, Settings(1), trace, 5.0, limits).cut == cut
+
+
 def test_what_binds_is_told_of_a_whole_trial():
     size = plan_of(limits=Limits(0.07, 3.0)).options[0].size
     broken = [trial for trial in size.own_trials if trial.rate > size.capacity]

@@ -146,7 +146,8 @@ class RealEngine:
         self._noted: list[_Noted] = []
         self._looks: list[tuple[int, bool]] = []
         """How many of these had been noted at each look, and whether the steps before it had run alone."""
-        self._others = OtherWork() if clock.counts_others else None
+        # Ranks are processes of their own, and would count as others.
+        self._others = OtherWork() if clock.counts_others and config.tensor_parallel_size == 1 else None
         self._looked_s = time.perf_counter()
         self._alone = True
         self._served_s = 0.0
@@ -243,10 +244,10 @@ class RealEngine:
             if not self.core.has_work():
                 clock.wait(waiting[-1][0].arrival_s - clock.now())
                 continue
-            before = len(self._noted)
+            noted = len(self._noted)
             outputs = self.step()
             now = clock.now()
-            for step in self._noted[before:]:
+            for step in self._noted[noted:]:
                 rows = len(step.plan.rows)
                 outcome.steps += 1
                 outcome.busy_s += step.seconds

@@ -9,6 +9,7 @@ let sequences that end at different times share the same room.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence as AbstractSequence
@@ -29,7 +30,7 @@ AT_ONCE = 0.7
 """The share of the room that may be promised however far ahead. The rest may only be promised for a time: less of it
 the further ahead, and none as far ahead as an answer is long. Those that begin at once end at once, and would leave the
 pool half empty until then."""
-MOST_HELD = (1 + (1 + DEVIATIONS**2) ** 0.5) / 2
+MOST_HELD = (1 + math.sqrt(1 + DEVIATIONS**2)) / 2
 """The most of c + DEVIATIONS * sqrt(c * (1 - c)): as much of its blocks a sequence counts as, whatever the chance c."""
 HORIZONS = 48
 """The most later steps that are looked at."""
