@@ -3,8 +3,11 @@
 import math
 from types import SimpleNamespace
 
+import pytest
+
+from pagemill.distributed.replica import BLOCKS_AT_ONCE, in_parts, split_digests
 from pagemill.engine.core import EngineCore
-from pagemill.engine.messages import DIGEST_BYTES, name_in_memory, name_on_disk
+from pagemill.engine.messages import DIGEST_BYTES, Held, name_in_memory, name_on_disk
 from pagemill.engine.publishing import DISK_S, LISTING_S, STORING_S, Publisher
 from pagemill.engine.tiers import Tiers
 from pagemill.kvcache import peer_store
@@ -106,3 +109,13 @@ def test_what_is_on_disk_is_told_by_names_of_its_own_with_the_time_of_loads():
     assert publisher.again_s() == LISTING_S
     tiers.watch.has_more = False
     assert publisher.again_s() == DISK_S
+
+
+@pytest.mark.parametrize("count", [0, 1, 3 * BLOCKS_AT_ONCE + 1])
+def test_a_new_front_end_is_told_of_many_blocks_in_parts(count):
+    blocks = {number.to_bytes(DIGEST_BYTES, "little") for number in range(count)}
+    parts = [*in_parts(Held(removed=b"12345678", token_s=0.5), blocks)]
+    assert {(part.removed, part.token_s) for part in parts} == {(b"", 0.5)}
+    told = [split_digests(part.stored) for part in parts]
+    assert max(map(len, told)) <= BLOCKS_AT_ONCE
+    assert {name for part in told for name in part} == blocks

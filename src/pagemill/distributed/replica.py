@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,10 +103,8 @@ class EngineReplica:
         """
         mine = self._front_ends[front_end] = _FrontEnd()
         mine.outbox.put(self._client.facts)
-        blocks = [*self._blocks]
-        for first in range(0, max(1, len(blocks)), BLOCKS_AT_ONCE):
-            part = b"".join(blocks[first : first + BLOCKS_AT_ONCE])
-            mine.outbox.put(msgspec.structs.replace(self._told, stored=part, removed=b""))
+        for held in in_parts(self._told, self._blocks):
+            mine.outbox.put(held)
         try:
             if self._direct is not None:
                 offer, made = self._direct.offer()
@@ -309,6 +307,14 @@ def _node_address() -> str:
 
     address: str = ray.util.get_node_ip_address()
     return address
+
+
+def in_parts(told: Held, blocks: Iterable[bytes]) -> Iterator[Held]:
+    """Gives the times in `told` with all blocks that an engine holds, BLOCKS_AT_ONCE in each message."""
+    names = [*blocks]
+    for first in range(0, max(1, len(names)), BLOCKS_AT_ONCE):
+        stored = b"".join(names[first : first + BLOCKS_AT_ONCE])
+        yield msgspec.structs.replace(told, stored=stored, removed=b"")
 
 
 def split_digests(joined: bytes) -> list[bytes]:
