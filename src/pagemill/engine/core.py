@@ -81,8 +81,14 @@ class EngineCore:
         self._adapters = Adapters(config, self.executor)
         try:
             self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor, publishes, peering)
+        except BaseException:
+            self.executor.close()
+            raise
+        try:
             self._warm_up = self.executor.warm_up()
         except BaseException:
+            if self.tiers is not None:
+                self.tiers.close()
             self.executor.close()
             raise
         self._frames_at_start = self.memory.num_frames

@@ -21,8 +21,8 @@ from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
 from pagemill.sampling.kernels import Choices
 
-SHORT_CONTEXT = 128
-"""Keys that attention reads in one piece."""
+SHORT_CONTEXT = 16
+"""Keys that attention reads in one piece, through a window too."""
 FEW_TOKENS = 8
 """Tokens of the shortest trial prompt; the next ones have FURTHER times as many each. Products of few and of many rows
 are different kernels."""
@@ -61,8 +61,8 @@ def largest_trial(largest: LargestStep, max_model_len: int, truncates: bool) -> 
 
 def widest_trial(largest: LargestStep, context: int, truncates: bool) -> Trial:
     """Returns the step of the most rows, each with one query token behind contexts of this length."""
-    lens = np.full((2, largest.rows), [[1], [context]], np.int32)
-    return Trial(*lens, largest.rows, True, truncates)
+    rows = largest.rows
+    return Trial(np.ones(rows, np.int32), np.full(rows, context, np.int32), rows, True, truncates)
 
 
 def compiling_trials(largest: LargestStep, max_model_len: int, truncates: bool) -> list[Trial]:
