@@ -30,7 +30,7 @@ INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 KERNELS_LINTED := build/.kernels-linted
 KERNEL_SOURCES := $(shell find csrc CMakeLists.txt src/pagemill/_kernels.pyi -type f 2>/dev/null)
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements/lock.txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint requirements/lock.txt
 MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 GPU_SITE := build/gpu-python
@@ -98,10 +98,9 @@ test-clients: $(BUILT)  ## Run suites of LangChain, litellm and Node's openai ag
 	@$(MODEL_READY)
 	@VENV=$(VENV) scripts/test-clients $(PYTEST_ARGS)
 
-test-ray: $(BUILT)  ## Install Ray, then serve replicas, kill each kind of process under clients that stream, cut a host off, let load add replicas (settings: PYTEST_ARGS)
+test-ray: $(BUILT)  ## Install Ray into build/ray-venv, then serve replicas, kill each kind of process under clients that stream, cut a host off, let load add replicas (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,docs,ray]'
-	@exec $(BIN)/python -m pytest tests/replicas $(PYTEST_ARGS)
+	@VENV=$(VENV) scripts/test-ray $(PYTEST_ARGS)
 
 test-faults: $(BUILT)  ## Draw 3000 schedules of faults between a front end and its replicas, in simulated time (settings: SCHEDULES, PYTEST_ARGS)
 	@PAGEMILL_FAULT_SCHEDULES=$(SCHEDULES) exec $(BIN)/python -m pytest tests/distributed/test_fault_schedules.py --timeout 0 $(PYTEST_ARGS)
