@@ -6,11 +6,17 @@ events order. Nothing here waits unless it says so.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from pagemill.errors import KVMemoryError
+from pagemill.kvcache.pages import HUGE, private_memory
 
 
 class Event(Protocol):
@@ -54,6 +60,10 @@ class DeviceStreams(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Returns page-locked host memory, uint8 [nbytes], which the device copies to and from by itself."""
 
+    def pinned_whole(self, nbytes: int) -> Tensor:
+        """Returns as `pinned` does, but takes no more than it returns, and keeps nothing for later. Raises
+        KVMemoryError for more than the system gives."""
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copies between pinned memory and the device's, in the order of the stream in use. Until that is done, the
         host may neither write the one nor read the other."""
@@ -81,5 +91,36 @@ class CudaStreams:
         with torch.cuda.device(self.where):  # else a thread's first call makes a context on the first GPU
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def pinned_whole(self, nbytes: int) -> Tensor:
+        try:
+            memory = np.frombuffer(private_memory(nbytes, HUGE), dtype=np.uint8)
+        except (OSError, OverflowError, ValueError) as error:
+            raise _not_pinned(nbytes, error) from error
+        with torch.cuda.device(self.where):
+            pin(memory)
+        tensor = torch.from_numpy(memory)
+        weakref.finalize(tensor.untyped_storage(), unpin, memory)
+        return tensor
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+
+def pin(memory: NDArray[np.uint8]) -> None:
+    """Locks memory's pages, so that GPUs copy to and from it by themselves. Raises KVMemoryError."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(error) != 0:
+        raise _not_pinned(memory.nbytes, error)
+
+
+def unpin(memory: NDArray[np.uint8]) -> None:
+    """Unlocks pinned memory; it must be called before that ends."""
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
+
+
+def _not_pinned(nbytes: int, error: object) -> KVMemoryError:
+    return KVMemoryError(
+        f"{nbytes} bytes of host memory cannot be pinned: {error}; lower kv_host_memory, and max_model_len if contexts "
+        "longer than the pool need it",
+        param="kv_host_memory",
+    )

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from pagemill.errors import KVMemoryError
 from pagemill.kvcache.device_streams import DeviceStreams, Event
 from pagemill.kvcache.frame_access import Places, Reading
 from pagemill.kvcache.frames import not_allocated
@@ -39,14 +38,18 @@ device's memory as one, from where a kernel puts them into their frames: a copy 
 
 
 class GpuFrames:
-    """Keeps frames in a device's memory. Copies are asked for by one thread, reads and writes by any. Raises
-    KVMemoryError if the memory cannot be had."""
+    """Keeps frames in a device's memory. Copies are asked for by one thread, reads and writes by any.
 
-    def __init__(self, pieces: int, frames: int, piece_bytes: int, streams: DeviceStreams) -> None:
+    more: bytes that lie behind the frames, in one piece with them. Raises KVMemoryError if the memory cannot be had.
+    """
+
+    def __init__(self, pieces: int, frames: int, piece_bytes: int, streams: DeviceStreams, more: int = 0) -> None:
+        nbytes = pieces * frames * piece_bytes
         try:
-            self.bytes = torch.empty(pieces, frames, piece_bytes, dtype=torch.uint8, device=streams.where)
+            memory = torch.empty(nbytes + more, dtype=torch.uint8, device=streams.where)
         except RuntimeError as error:  # torch's out-of-memory is one
-            raise not_allocated(pieces * frames * piece_bytes, streams.where, error) from error
+            raise not_allocated(nbytes + more, streams.where, error) from error
+        self.bytes = memory[:nbytes].view(pieces, frames, piece_bytes)
         self._streams = streams
         self._loads, self._saves = streams.stream(), streams.stream()
         self._at_once = max(1, COPY_BYTES // (pieces * piece_bytes))
@@ -192,18 +195,3 @@ def runs_of(frames: Sequence[int]) -> list[tuple[int, int]]:
     """Returns where frames stand, begin and end, of which each is the one behind the last."""
     breaks = [at for at in range(1, len(frames)) if frames[at] != frames[at - 1] + 1]
     return [*pairwise([0, *breaks, len(frames)])]
-
-
-def pin(memory: NDArray[np.uint8]) -> None:
-    """Locks memory's pages, so that GPUs copy to and from it by themselves. Raises KVMemoryError."""
-    error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(error) != 0:
-        raise KVMemoryError(
-            f"{memory.nbytes} bytes of host memory cannot be pinned: {error}; lower kv_host_memory",
-            param="kv_host_memory",
-        )
-
-
-def unpin(memory: NDArray[np.uint8]) -> None:
-    """Unlocks pinned memory; it must be called before that ends."""
-    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]

@@ -19,8 +19,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from pagemill.errors import KVMemoryError
+from pagemill.kvcache.device_streams import pin, unpin
 from pagemill.kvcache.frame_access import Places, Records
-from pagemill.kvcache.gpu_frames import pin, unpin
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.pages import NOT_HUGE, private_memory
 from pagemill.memory.tier_shares import TierShares
