@@ -29,3 +29,13 @@ class DividedMemory:
             if name in ("index", "index_put_") and tensor is args[0]:
                 parts = torch.ops.aten.index(parts, args[1])
             return parts.unique().tolist()
+
+
+def divides_slots(device, init):
+    """Returns what makes `StreamingGpuFrames` whose slots the device checks one by one."""
+
+    def divided(frames, count, frame_bytes, streams, streamed, parts) -> None:
+        init(frames, count, frame_bytes, streams, streamed, parts)
+        device.divide(frames.bytes, frames.bytes.numel(), parts.nbytes)
+
+    return divided

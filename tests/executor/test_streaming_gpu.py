@@ -7,8 +7,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+import rank_on_checked_device
 import torch
 from checked_device import CheckedEvent, CheckedStream, OrderError
+from divided_memory import divides_slots
 from late import Late
 from static_attention import StaticAttention
 from test_gpu_executor import BACKEND, greedy, on_cpu
@@ -17,6 +19,7 @@ from core.drive import drive, request
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import KVMemoryError
+from pagemill.executor import ranks
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.layer_groups import LayerGroup, LayerGroups
 from pagemill.kvcache.layers_ahead import LayersAhead
@@ -38,6 +41,11 @@ LONG = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _slots_are_checked(device, monkeypatch):
+    monkeypatch.setattr(StreamingGpuFrames, "__init__", divides_slots(device, StreamingGpuFrames.__init__))
+
+
 @pytest.fixture(scope="session")
 def deep_model(tmp_path_factory):
     from models.small_llama import save_llama
@@ -49,14 +57,7 @@ def deep_model(tmp_path_factory):
 def opened(deep_model, device, backend=BACKEND, seed=0, depth=3, **settings):
     """Returns an engine that is driven late."""
     config = EngineConfig(model=deep_model, **LONG | settings)
-    late = Late(config, open_executor(config, backend=backend, device=device), seed, depth)
-    divide(device, late.executor.pool)
-    return late
-
-
-def divide(device, pool) -> None:
-    """Has the slots checked one by one."""
-    device.divide(pool.frames.bytes, pool.frames.bytes.numel(), pool.layout.place_bytes)
+    return Late(config, open_executor(config, backend=backend, device=device), seed, depth)
 
 
 def expected(deep_model, requests):
@@ -245,9 +246,7 @@ PLACES, PART = 3, 8
 
 @pytest.fixture
 def frames(device):
-    frames = StreamingGpuFrames(6, PLACES * PART + 8, device, 5, Parts(PLACES, PART))
-    device.divide(frames.bytes, frames.bytes.numel(), PART)
-    return frames
+    return StreamingGpuFrames(6, PLACES * PART + 8, device, 5, Parts(PLACES, PART))
 
 
 @pytest.fixture
@@ -345,8 +344,19 @@ def test_what_cannot_stream_is_refused_and_says_the_way_out(deep_model, device, 
 def test_an_engine_streams_to_its_device(deep_model, device) -> None:
     config = EngineConfig(model=deep_model, **LONG)
     core = EngineCore(config, executor=open_executor(config, backend=BACKEND, device=device))
-    divide(device, core.executor.pool)
     run = drive(core, list(ALONE))
     assert run.tokens == alone(deep_model)
     assert run.last["long", 0].kv_blocks[1] >= 8
     core.close()
+
+
+def test_ranks_stream_their_parts_of_blocks(deep_model, device, monkeypatch) -> None:
+    monkeypatch.setattr(ranks, "MODULE", rank_on_checked_device.__name__)
+    late = opened(deep_model, device, rank_on_checked_device.STATIC, depth=2, tensor_parallel_size=2)
+    assert (late.memory.num_frames, late.memory.streamed.count) == (POOL, STREAMED)
+    requests = (*ALONE, request("also", [5] * 90, greedy(max_tokens=12, logprobs=1)))
+    late.add(requests)
+    tokens = late.run()
+    late.executor.close()
+    assert not late.errors
+    assert tokens == expected(deep_model, requests)
