@@ -30,7 +30,8 @@ class DevicePool:
         give them, and elsewhere, it cannot grow.
     streamed_frames: frames numbered from `first_streamed` on, in host memory, or in a file in `streamed_folder`; from
         there on CPU only.
-    streams: of a device whose work is asynchronous; None: CUDA's own, if it is a GPU.
+    streams: of a device whose work is asynchronous, and has streamed blocks brought to it; None: CUDA's own, if it is
+        a GPU.
     Raises KVMemoryError if the memory, and KVStoreError if the file cannot be had. Contents are undefined at first.
     """
 
@@ -39,7 +40,7 @@ class DevicePool:
     streamed_file: StreamedFile | None = None
     """The file that streamed frames lie in, if they do."""
     streamed_view: StreamedView | None = None
-    """Finds streamed frames where the device does not reach them by the pool's own layers."""
+    """Finds what is brought of streamed frames to a device that does not read the host's memory."""
 
     def __init__(
         self,
@@ -56,8 +57,12 @@ class DevicePool:
         self.shape = shape
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, shape.format.element)
-        self.streams = CudaStreams(self.device) if streams is None and self.device.type != "cpu" else streams
-        most = room // layout(shape, 1).frame_bytes if self.streams is None else 0
+        if self.device.type != "cpu":
+            streams = streams or CudaStreams(self.device)
+        elif not streamed_frames:
+            streams = None
+        self.streams = streams
+        most = room // layout(shape, 1).frame_bytes if streams is None else 0
         for self.capacity in (max(most, num_frames), num_frames):
             try:
                 self._open(layout, streamed_frames, streamed_folder)
