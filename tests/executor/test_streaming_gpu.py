@@ -24,6 +24,7 @@ from pagemill.executor.load import open_executor
 from pagemill.kvcache.layer_groups import LayerGroup, LayerGroups
 from pagemill.kvcache.layers_ahead import LayersAhead
 from pagemill.kvcache.streaming_gpu_frames import Parts, StreamingGpuFrames
+from pagemill.memory.block_table import Footprint
 from pagemill.sampling.params import SamplingParams
 
 LAYERS, FRAME_BYTES = 5, 5 * 4096
@@ -333,6 +334,10 @@ def test_what_cannot_stream_is_refused_and_says_the_way_out(deep_model, device, 
         with pytest.raises(KVMemoryError, match=r"needs 16 .*max_model_len=256; .*give kv_host_memory what is missing"):
             opened(deep_model, device, **settings)
 
+    drafts = {"method": "draft_model", "model": deep_model, "num_speculative_tokens": 2}
+    with pytest.raises(KVMemoryError, match=r"; raise kv_memory, or lower max_model_len"):
+        opened(deep_model, device, speculative_config=drafts, kv_memory=6 * FRAME_BYTES)
+
     def refuse(nbytes):
         raise KVMemoryError(f"{nbytes} bytes of host memory cannot be pinned")
 
@@ -347,7 +352,27 @@ def test_an_engine_streams_to_its_device(deep_model, device) -> None:
     run = drive(core, list(ALONE))
     assert run.tokens == alone(deep_model)
     assert run.last["long", 0].kv_blocks[1] >= 8
+    assert core.resize(11 * FRAME_BYTES).num_frames == POOL - 1
+    assert core.resize(LONG["kv_memory"]).num_frames == POOL
     core.close()
+
+
+@pytest.mark.parametrize("kv", [pytest.param("int8", marks=pytest.mark.slow), "int4_mixed"])
+def test_narrow_formats_stream_too(tmp_path, device, kv) -> None:
+    """Remainders of the latest tokens lie in a layer group of their own, which does not stream."""
+    from models.small_llama import save_llama
+
+    model = str(save_llama(tmp_path, num_hidden_layers=LAYERS, hidden_size=128, max_position_embeddings=256))
+    settings = {"model": model, **LONG, "kv_cache_dtype": kv}
+    executor = open_executor(EngineConfig(**settings), backend=BACKEND, device=device)
+    size, windows = executor.facts.frame_bytes, [*executor.facts.windows]
+    frames = Footprint(16, windows).frames(255, 24) - 4
+    streamed = -(-5 * size // (size - executor.facts.streamed_bytes))
+    late = Late(EngineConfig(**settings | {"kv_memory": frames * size, "kv_host_memory": streamed * size}), executor)
+    assert late.memory.streamed.count == streamed
+    late.add(ALONE)
+    whole = EngineConfig(**settings | {"kv_memory": 64 * size, "kv_host_memory": None})
+    assert late.run() == on_cpu(whole, ALONE)
 
 
 def test_ranks_stream_their_parts_of_blocks(deep_model, device, monkeypatch) -> None:

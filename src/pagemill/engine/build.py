@@ -136,5 +136,10 @@ def _with_streamed(
         return frames, Streamed()
     count = -(-(needed - frames + 1) * frame_bytes // (frame_bytes - each))
     streamed = streamed_room(config, facts.streams, count, count, frame_bytes)
-    taken = -(-streamed.frames * each // frame_bytes) + 1 if streamed.frames else 0
-    return max(0, frames - taken), streamed
+    return max(0, frames - frames_taken(facts, streamed)), streamed
+
+
+def frames_taken(facts: ExecutorFacts, streamed: Streamed) -> int:
+    """Returns how many more frames the pool could have, were there none that stream."""
+    taken = streamed.frames * facts.streamed_bytes
+    return -(-taken // facts.frame_bytes) + 1 if taken else 0
