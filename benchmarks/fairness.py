@@ -106,14 +106,14 @@ class RealEngine:
 class Simulation:
     """The real scheduler and memory manager; a step takes as long as the model of step times says.
 
-    size: how many times as much of everything it has, and as fast it is.
+    size: how many times as much of everything it has, and as fast it is. rows: before that.
     """
 
-    def __init__(self, limits: dict[str, TenantLimits], times: StepModel, size: int = 1) -> None:
+    def __init__(self, limits: dict[str, TenantLimits], times: StepModel, size: int = 1, rows: int = ROWS) -> None:
         self._times, self._size = times, size
         of_tokens = times.shape.frame_bytes(16) / StepTimes.load(CALIBRATION).shape.frame_bytes(16)
         kv_bytes = int(KV_MIB * MIB * of_tokens) * size
-        setup = Setup(kv_bytes, max_num_seqs=ROWS * size, max_num_batched_tokens=512 * size)
+        setup = Setup(kv_bytes, max_num_seqs=rows * size, max_num_batched_tokens=512 * size)
         self._scheduler = setup.scheduler(setup.memory(self._times))
         for name, each in limits.items():
             self._scheduler.set_tenant(name, each)

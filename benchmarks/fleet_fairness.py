@@ -1,10 +1,11 @@
 """Measures what a tenant feels of one that floods a fleet, and the same on one engine of the fleet's size.
 
-    python -m benchmarks.fleet_fairness [--replicas 3] [--seconds 60]
+    python -m benchmarks.fleet_fairness [--replicas 3] [--rows 16] [--light 32] [--seconds 60]
 
-A light tenant always has twice as many requests under way as one replica has rows; another, of equal weight, has a
-hundred for each replica. The light one's requests go where the router sends them, or all need one replica, as with
-sessions or a prefix that is there. Replicas are told what their tenants have had elsewhere, or each is fair by itself.
+A light tenant always has twice as many requests under way as one replica has rows, or `--light`; another, of equal
+weight, has a hundred for each replica. The light one's requests go where the router sends them, or all need one
+replica, as with sessions or a prefix that is there. Replicas are told what their tenants have had elsewhere, or each is
+fair by itself.
 Scheduler, memory, router and tenancy are those that serve; a step takes as long as `benchmarks.replay.calibrate` has
 measured, on the one large engine a third of that for three times as many rows, blocks and tokens of a step: *modelled*.
 Shares are of all tokens that were computed, prompts included.
@@ -37,13 +38,13 @@ class Fleet:
     tenants have elsewhere.
     """
 
-    def __init__(self, engines: list[Simulation], at: str | None, tells: bool) -> None:
+    def __init__(self, engines: list[Simulation], at: str | None, tells: bool, rows: int) -> None:
         self.served: Counter[str] = Counter()
         self._engines = {f"r{number}": engine for number, engine in enumerate(engines)}
         self._at, self._tells = at, tells
         self._tenancy, self._router = FleetTenancy(LIMITS), Router(BLOCK)
         for name in self._engines:
-            self._router.add(name, ROWS)
+            self._router.add(name, rows)
         self._under_way: dict[str, EngineRequest] = {}
         self._has: Counter[str] = Counter()
         self._now = 0.0
@@ -92,10 +93,12 @@ class Fleet:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--light", type=int, help="requests that the light tenant has under way; default: twice --rows")
     parser.add_argument("--seconds", type=float, default=60.0)
     given = parser.parse_args()
     times: StepModel = StepTimes.load(CALIBRATION)
-    loads = {LIGHT: Load(2 * ROWS), FOURTH: Load(100 * given.replicas)}
+    loads = {LIGHT: Load(given.light or 2 * given.rows), FOURTH: Load(100 * given.replicas)}
     print(times.description, end="\n\n")
     print("| light tenant's requests | engines | its share | tokens/s of all | first token, ms | p99 |")
     print("| --- | --- |" + " ---: |" * 4)
@@ -110,8 +113,8 @@ def main() -> None:
         if where == "anywhere" or size == 1
     ]
     for where, label, size, tells in cases:
-        engines = [Simulation(LIMITS, times, size) for _ in range(given.replicas // size)]
-        fleet = Fleet(engines, "r0" if where == "one replica" else None, tells)
+        engines = [Simulation(LIMITS, times, size, given.rows) for _ in range(given.replicas // size)]
+        fleet = Fleet(engines, "r0" if where == "one replica" else None, tells, given.rows)
         seen = serve(fleet, loads, given.seconds)
         share = fleet.served[LIGHT] / fleet.served.total()
         early, late = np.percentile(seen.first_s, [50, 99])

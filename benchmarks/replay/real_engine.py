@@ -41,9 +41,9 @@ class SampledEngine(RealEngine):
         """
         draw = random.Random(1)
         for target in RUNNING:
-            clock, enough = self._clock(), len(self.steps) + LEAST_STEPS
+            clock, enough = self._clock(), self.num_steps + LEAST_STEPS
             live: set[str] = set()
-            while clock.now() < seconds / len(RUNNING) or len(self.steps) < enough:
+            while clock.now() < seconds / len(RUNNING) or self.num_steps < enough:
                 while len(live) < target:
                     prompt_len = int(2 ** draw.uniform(4, 13 if target == 1 else 11))
                     output_len = int(2 ** draw.uniform(3, 7))

@@ -15,6 +15,7 @@
 #include "attention_tiled.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
+#include "below.h"
 #include "simd.h"
 
 namespace pagemill { namespace {
@@ -171,31 +172,41 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
     tasks_and_merges(plan.shared_tasks, plan.num_tasks, plan.shared_merges, plan.num_merges);
 }
 
+#if defined(__AVX512VNNI__)
+template <class K, class V> void attend_on_bytes(const AttentionArgs& args) {
+    if (args.type == DType::f32) attend_with<BytePass<K, V, 3>, BytePass<K, V, 3>>(args);
+    else attend_with<BytePass<K, V, 2>, BytePass<K, V, 2>>(args);
+}
+#endif
+
 template <class K, class V> void attend_on_vectors(const AttentionArgs& args) {
     attend_with<VectorPass<K, V>, VectorPass<K, V>>(args);
 }
 
-// Over integers: on bytes, where there are instructions for them and keys and values lie as these take them.
-template <class K, class V> void attend_narrow(const AttentionArgs& args) {
-#if defined(__AVX512VNNI__)
-    if (lies_for_bytes(args.cache)) {
-        if (args.type == DType::f32) attend_with<BytePass<K, V, 3>, BytePass<K, V, 3>>(args);
-        else attend_with<BytePass<K, V, 2>, BytePass<K, V, 2>>(args);
-        return;
-    }
-#endif
-    attend_on_vectors<K, V>(args);
+// Calls body(K*, V*) with the types of keys and values in integers.
+template <class Body> INLINE void with_integer_types(const LayerCache& cache, Body&& body) {
+    const DType key = cache.key.type, value = cache.value.type;
+    if (key == DType::i8 && value == DType::i8) body((int8_t*)nullptr, (int8_t*)nullptr);
+    if (key == DType::i8 && value == DType::u4) body((int8_t*)nullptr, (u4*)nullptr);
+    if (key == DType::u4) body((u4*)nullptr, (u4*)nullptr);
 }
 
 void attend(const AttentionArgs& args) {
-    const DType key = args.cache.key.type, value = args.cache.value.type;
+    const DType key = args.cache.key.type;
 #if defined(__AVX512BF16__)
     if (args.type == DType::bf16 && key == DType::bf16) return attend_with<PairPass, TiledPass>(args);
 #endif
+#if defined(__AVX512VNNI__) && !(defined(PAGEMILL_BELOW) && defined(__AVX512BF16__))
+    // Where there are instructions for bytes, and keys and values lie as these take them.
+    if (is_integer(key) && lies_for_bytes(args.cache))
+        return with_integer_types(args.cache, [&]<class K, class V>(K*, V*) { attend_on_bytes<K, V>(args); });
+#endif
+#if defined(PAGEMILL_BELOW)
+    below().attend(args);
+#else
     with_float_type(key, [&]<class T>(T*) { attend_on_vectors<T, T>(args); });
-    if (key == DType::i8 && value == DType::i8) attend_narrow<int8_t, int8_t>(args);
-    if (key == DType::i8 && value == DType::u4) attend_narrow<int8_t, u4>(args);
-    if (key == DType::u4) attend_narrow<u4, u4>(args);
+    with_integer_types(args.cache, [&]<class K, class V>(K*, V*) { attend_on_vectors<K, V>(args); });
+#endif
 }
 
 }}  // namespace pagemill

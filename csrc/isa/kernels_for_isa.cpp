@@ -2,15 +2,18 @@
 // namespace and no standard template is instantiated here, so that the linker cannot merge it with another set's.
 #include "../kernels.h"
 #include "attention.h"
-#include "elementwise.h"
-#include "kv_write.h"
+#include "below.h"
 #include "linear.h"
 #include "linear_tiles.h"
-#include "low_rank.h"
 #include "packed.h"
 #include "quantized.h"
+#if !defined(ONLY_PRODUCTS_DIFFER)
+#include "elementwise.h"
+#include "kv_write.h"
+#include "low_rank.h"
 #include "round_weights.h"
 #include "sampling.h"
+#endif
 
 namespace pagemill {
 namespace {
@@ -46,30 +49,36 @@ PackedBytes packed_bytes(const PackedLinear& weight) {
     return quantized(weight) ? quantized_bytes(weight) : bytes_of_panels(weight);
 }
 
+#if defined(ONLY_PRODUCTS_DIFFER)
+#define SHARED(kernel, own) .kernel = FromBelow<&Kernels::kernel>::call
+#else
+#define SHARED(kernel, own) .kernel = own
+#endif
+
 constexpr Kernels table{.isa = NAME(PAGEMILL_ISA),
                         .pack_linear = pack_linear,
                         .pack_quantized = pack_quantized,
-                        .quantize_int8 = quantize_int8,
+                        SHARED(quantize_int8, quantize_int8),
                         .pack_affine = pack_affine,
                         .packed_bytes = packed_bytes,
                         .linear = linear_of_any_format,
                         .linear_argmax = linear_argmax,
                         .mlp = mlp,
-                        .add_low_rank = add_low_rank,
+                        SHARED(add_low_rank, add_low_rank),
                         .attend = attend,
-                        .write_kv = write_kv,
-                        .rms_norm = rms_norm,
-                        .rotate = rotate,
-                        .gated = gated,
-                        .embed = embed,
+                        SHARED(write_kv, write_kv),
+                        SHARED(rms_norm, rms_norm),
+                        SHARED(rotate, rotate),
+                        SHARED(gated, gated),
+                        SHARED(embed, embed),
                         .embed_packed = embed_any_format,
-                        .add_norm = add_norm,
-                        .prepare_heads = prepare_heads,
-                        .mask_logits = mask_logits,
-                        .choose_tokens = choose_tokens,
-                        .log_probabilities = log_probabilities,
-                        .exp = exp_all,
-                        .tanh = tanh_all};
+                        SHARED(add_norm, add_norm),
+                        SHARED(prepare_heads, prepare_heads),
+                        SHARED(mask_logits, mask_logits),
+                        SHARED(choose_tokens, choose_tokens),
+                        SHARED(log_probabilities, log_probabilities),
+                        SHARED(exp, exp_all),
+                        SHARED(tanh, tanh_all)};
 
 }  // namespace
 

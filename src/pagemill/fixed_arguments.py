@@ -28,7 +28,7 @@ class Fixed(NamedTuple):
 
 
 ONE_DEVICE = "runs on one device"
-OWN_GRAPHS = "captures CUDA graphs of decode steps as they come up, or none with enforce_eager"
+OWN_GRAPHS = "captures CUDA graphs of decode steps by itself, the usual ones at the start, or none with enforce_eager"
 NO_DOWNLOAD_CHOICE = "takes the version that its own names or the Hugging Face cache stand for"
 
 OF_ENGINES: dict[str, Fixed] = {

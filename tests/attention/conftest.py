@@ -4,10 +4,12 @@ interpreter, which is slow: it takes the tests named in INTERPRETED."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from elsewhere import Elsewhere
+from paged_case import PagedCase
+from torch import Tensor
 
 from interpreter import CAPABILITY, DEVICE
 from kernel_settings import kernels_of
@@ -91,3 +93,17 @@ def triton_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionBacke
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of 1 / 0 and of NaN
         yield triton_backend.TritonAttention(CAPABILITY)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Gives `PagedCase.expected` of a case as it was drawn: it is computed once for all backends."""
+    known: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def expected(case: PagedCase, **options: object) -> tuple[Tensor, Tensor]:
+        key = repr((case, options))
+        if key not in known:
+            known[key] = case.expected(**options)
+        return known[key]
+
+    return expected

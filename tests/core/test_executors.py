@@ -15,7 +15,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.build import build
 from pagemill.engine.core import EngineCore
 from pagemill.executor.backend import torch_backend
-from pagemill.executor.interface import Executor, ExecutorMemory, StepHandle
+from pagemill.executor.interface import Executor, ExecutorMemory, GraphFacts, StepHandle
 from pagemill.executor.load import open_executor
 from pagemill.memory.digest import root_digest
 from pagemill.memory.work import MemoryWork
@@ -59,6 +59,12 @@ class Pair:
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
         self.second.allocate(num_frames, streamed_frames, streamed_folder)
         return self.first.allocate(num_frames, streamed_frames, streamed_folder)
+
+    def warm_up(self) -> str:
+        return self.first.warm_up() + self.second.warm_up()
+
+    def graphs(self) -> GraphFacts:
+        return self.first.graphs()
 
     def apply(self, plan: StepPlan) -> list[int]:
         assert self.second.apply(plan) == []

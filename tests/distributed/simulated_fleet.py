@@ -1,9 +1,9 @@
 """A fleet in simulated time: the classes that serve, over engines, calls, a network and a Ray Serve that are simulated.
 
-Real are `Fleet` with its router, flights and tenants, `ReplicaLink`, `Outbox`, `EngineReplica` and the messages' bytes.
-An engine's token is a function of the request's seed and of all tokens before it, so any mistake changes it. Time
-passes only where nothing else is to be done, so a run of minutes takes a fraction of a second, and a seed's run is
-always the same.
+Real are `Fleet` with its router, flights and tenants, `ReplicaLink`, `Outbox`, `EngineReplica` and the messages' bytes;
+`DirectServer` and `DirectConnection` too, over a network that is simulated (`simulated_network.py`). An engine's token
+is a function of the request's seed and of all tokens before it, so any mistake changes it. Time passes only where
+nothing else is to be done, so a run of minutes takes a fraction of a second, and a seed's run is always the same.
 """
 
 import asyncio
@@ -11,6 +11,8 @@ import hashlib
 import random
 import selectors
 from types import SimpleNamespace
+
+from simulated_network import Network
 
 from pagemill.config import EngineConfig
 from pagemill.distributed import fleet as fleet_module
@@ -169,18 +171,21 @@ class SimulatedReplica(EngineReplica):
 
 
 class Peer:
-    """A replica as its callers see it. cut: a partition is between it and them. gone: set once it has been killed."""
+    """A replica as its callers see it. gone: set once it has been killed. whole: clear while a partition is between it
+    and them. reached: whether connections past Ray can be made. flowing: clear while these carry nothing."""
 
-    def __init__(self, name, replica):
-        self.name, self.replica = name, replica
-        self.gone, self.whole, self.streams = asyncio.Event(), asyncio.Event(), 0
+    def __init__(self, name, replica, network):
+        self.name, self.replica, self.network, self.reached = name, replica, network, True
+        self.gone, self.whole, self.flowing, self.streams = asyncio.Event(), asyncio.Event(), asyncio.Event(), 0
         self.whole.set()
+        self.flowing.set()
         self.delay_s, self.lost = 0.002, 0.0
 
     def kill(self):
         self.gone.set()
         for task in [*self.replica._tasks, self.replica.engine._steps]:  # noqa: SLF001
             task.cancel()
+        self.network.end_process(self)
 
 
 class SimulatedRay:
@@ -189,6 +194,7 @@ class SimulatedRay:
     def __init__(self, seed):
         self.draw = random.Random(seed)
         self.peers, self.listed, self._numbers = {}, set(), 0
+        self.network = Network(self.draw, self.peers)
         self.wait_ready = SimpleNamespace(remote=self._wait_ready)
         self.send = SimpleNamespace(remote=self._send)
         self.close = SimpleNamespace(remote=self._close)
@@ -199,11 +205,11 @@ class SimulatedRay:
         return self
 
     async def start(self):
-        """Starts a replica, and lists it."""
+        """Starts a replica, and lists it. One of four has no connections past Ray."""
         self._numbers += 1
-        replica = object.__new__(SimulatedReplica)
-        await replica.__init__(EngineConfig(model="m"), None)
-        self.peers[f"r{self._numbers}"] = peer = Peer(f"r{self._numbers}", replica)
+        name, replica = f"r{self._numbers}", object.__new__(SimulatedReplica)
+        await replica.__init__(EngineConfig(model="m"), None, None, name if self.draw.random() < 0.75 else None)
+        self.peers[name] = peer = Peer(name, replica, self.network)
         self.list({*self.listed, peer.name})
         return peer
 
@@ -282,6 +288,7 @@ class Client:
     """A front end that lives once: it takes what a `Fleet` brings, and knows what it has asked for."""
 
     def __init__(self, ray, limits):
+        self.ray = ray
         self.fleet = Fleet(EngineConfig(model="m", seed=1), ray, "least-work", RestartLimits())
         self.limits, self.asked, self.tokens, self.ends = limits, {}, {}, {}
         self.num_sent_again = 0
@@ -336,11 +343,14 @@ class Client:
         for task in [*self.fleet._tasks, self._running]:  # noqa: SLF001
             task.cancel()
         self.fleet.ended = EngineDeadError("killed")
+        self.ray.network.end_process()
 
 
-def run(monkeypatch, scenario):
+def run(monkeypatch, ray, scenario):
     """Runs a scenario in simulated time."""
     loop = SimulatedLoop()
+    monkeypatch.setattr(asyncio, "start_server", ray.network.start_server)
+    monkeypatch.setattr(asyncio, "open_connection", ray.network.open_connection)
     for module in (fleet_module, outbox, replica_link, replica_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
     monkeypatch.setattr(replica_module, "ProcessClient", SimulatedEngine)

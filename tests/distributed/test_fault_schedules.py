@@ -1,7 +1,7 @@
 """Random schedules of faults between a front end and its replicas: every request ends once, with its own tokens.
 
-Replicas are killed, cut off, slowed down, listed and listed no more; calls are lost; the front end is restarted. `make
-test-faults` draws thousands of schedules.
+Replicas are killed, cut off, slowed down, listed and listed no more; calls are lost, and connections past Ray break,
+carry nothing or cannot be made; the front end is restarted. `make test-faults` draws thousands of schedules.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from pagemill.tenant_limits import TenantLimits
 
 SEEDS = range(int(os.environ.get("PAGEMILL_FAULT_SCHEDULES", "40")))
 BUSY_S, QUIET_S = 40.0, 150.0
+FAULTS = ["kill", "kill", "cut", "cut", "slow", "lose", "break", "stall", "reach", "add", "unlist", "list", "restart"]
 RETRYABLE = "EngineRestartingError"
 LIMITS = {"team": TenantLimits(max_running=3, guaranteed_blocks=20)}
 
@@ -52,7 +53,7 @@ async def disturb(ray, draw, restart):
         await asyncio.sleep(draw.expovariate(1 / 4))
         alive = [peer for peer in ray.peers.values() if not peer.gone.is_set()]
         peer = draw.choice(alive) if alive else None
-        what = draw.choice(["kill", "kill", "cut", "cut", "slow", "lose", "add", "unlist", "list", "restart"])
+        what = draw.choice(FAULTS)
         if what == "restart":
             if draw.random() < 0.3:
                 await restart()
@@ -71,14 +72,21 @@ async def disturb(ray, draw, restart):
             peer.delay_s, peer.replica.engine.pace = draw.choice([0.0, 0.05, 0.4]), draw.choice([0.5, 1.0, 4.0])
         elif what == "lose":
             peer.lost = draw.choice([0.0, 0.1, 0.4])
+        elif what == "break":
+            ray.network.break_off(peer)
+        elif what == "stall":
+            peer.flowing.clear()
+            loop.call_later(draw.choice([2, 45]), peer.flowing.set)
+        elif what == "reach":
+            peer.reached = draw.random() < 0.5
         elif what == "unlist":
             ray.list(ray.listed - {peer.name})
         else:
             ray.list({*ray.listed, peer.name})
 
 
-async def one_schedule(seed):
-    draw, ray, clients = random.Random(seed), SimulatedRay(seed), []
+async def one_schedule(seed, ray):
+    draw, clients = random.Random(seed), []
 
     async def begin():
         clients.append(Client(ray, LIMITS))
@@ -102,7 +110,8 @@ async def one_schedule(seed):
     await disturb(ray, draw, restart)
     for peer in ray.peers.values():  # the faults end; those that run are listed
         peer.whole.set()
-        peer.lost, peer.delay_s = 0.0, 0.002
+        peer.flowing.set()
+        peer.lost, peer.delay_s, peer.reached = 0.0, 0.002, True
     await ray.start()
     ray.list({name for name, peer in ray.peers.items() if not peer.gone.is_set()})
     await asyncio.gather(*serving, return_exceptions=True)
@@ -139,7 +148,8 @@ def check(client, ray):
 
 def run_schedule(monkeypatch, seed):
     try:
-        run(monkeypatch, lambda loop: one_schedule(seed))
+        ray = SimulatedRay(seed)
+        run(monkeypatch, ray, lambda loop: one_schedule(seed, ray))
     except BaseException as error:
         raise AssertionError(f"schedule {seed} went wrong") from error
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.distributed.fleet_tenancy import ANYWHERE, FleetTenancy, Pinned, Wanted
-from pagemill.distributed.tenant_shares import part_of
+from pagemill.distributed.tenant_shares import TenantShares, part_of
 from pagemill.errors import TooManyWaitingError
 from pagemill.memory.manager import MemoryManager
 from pagemill.sampling.params import SamplingParams
@@ -311,3 +311,31 @@ def test_a_tenant_that_works_in_one_replica_gets_what_others_have_elsewhere_take
     assert told["calm", "a"] > 0.24 * told.total()  # three quarters of it: the other tenant has the two others
     assert told["flood", "a"] > 0.03 * told.total()
     assert told.total() == alone.total()
+
+
+@pytest.mark.parametrize(
+    ("calm_at", "elsewhere", "told"),
+    [
+        ("a", {"flood": 240}, {"flood": 240}),
+        ("ab", {"flood": 240}, {"flood": 120}),
+        ("abc", {"flood": 240}, {"flood": 80}),
+        ("abc", {"flood": 200, "calm": 100}, {}),  # by weight as much
+        ("abc", {"flood": 260, "calm": 100}, {"flood": 20}),
+        ("ab", {"flood": 100, "calm": 100}, {"calm": 16}),  # of 50, by the flood's requests in three
+        ("", {"flood": 240, "calm": 30}, {}),
+    ],
+)
+def test_a_replica_makes_up_for_its_part_of_a_lead(calm_at, elsewhere, told):
+    """The flood has twice the weight, and requests in all three."""
+    shares = TenantShares({"calm": TenantLimits(weight=0.5), "flood": TenantLimits()})
+    for tenant, at in (("calm", calm_at), ("flood", "abc")):
+        for replica in at:
+            shares.note_requests(tenant, replica, 2)
+            shares.note_requests(tenant, replica, -1)
+        shares.note_computed(tenant, "a", 1)
+    assert shares.served_elsewhere("a") == {}
+    for tenant, tokens in elsewhere.items():
+        shares.note_computed(tenant, "b", tokens - 60 if tenant == "flood" else tokens)
+        shares.note_computed(tenant, "c", 60 if tenant == "flood" else 0)
+        shares.note_computed(tenant, "a", 1000)
+    assert shares.served_elsewhere("a") == told

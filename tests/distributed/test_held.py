@@ -3,8 +3,12 @@
 import math
 from types import SimpleNamespace
 
+import pytest
+
+from pagemill.distributed.replica import BLOCKS_AT_ONCE, in_parts, split_digests
 from pagemill.engine.core import EngineCore
-from pagemill.engine.publishing import STORING_S, Publisher
+from pagemill.engine.messages import DIGEST_BYTES, Held, name_in_memory, name_on_disk
+from pagemill.engine.publishing import DISK_S, LISTING_S, STORING_S, Publisher
 from pagemill.engine.tiers import Tiers
 from pagemill.kvcache import peer_store
 from pagemill.kvcache.load_time import LoadTime
@@ -46,7 +50,7 @@ def test_the_time_of_fetches_is_told_of_each_peer_and_for_ever_of_one_left_alone
         for _ in range(2):
             times[source].note(1, seconds)
     tiers = object.__new__(Tiers)
-    tiers.peers = SimpleNamespace(store=store)
+    tiers.peers, tiers.watch = SimpleNamespace(store=store), None
     tiers.transfers = SimpleNamespace(load_times=times)
     tiers.offload = SimpleNamespace(tiers=["host"], take_changed=list, in_memory=list)
     memory = SimpleNamespace(take_events=lambda: KVEvents([], []), leading=0, are_published=list)
@@ -67,7 +71,7 @@ def test_the_time_of_fetches_is_told_of_each_peer_and_for_ever_of_one_left_alone
 
 
 def test_an_engine_at_rest_looks_again_while_blocks_are_stored_or_a_peer_is_left_alone():
-    tiers = SimpleNamespace(peers=None, transfers=SimpleNamespace(storing=False))
+    tiers = SimpleNamespace(peers=None, transfers=SimpleNamespace(storing=False), watch=None)
     publisher = Publisher(SimpleNamespace(), tiers, 512)
     assert publisher.again_s() == math.inf
     peers = [KnownPeer(0, "a:1", 0.0), KnownPeer(1, "b:1", 3.0), KnownPeer(2, "c:1", 8.0)]
@@ -76,3 +80,42 @@ def test_an_engine_at_rest_looks_again_while_blocks_are_stored_or_a_peer_is_left
     tiers.transfers.storing = True
     assert publisher.again_s() == STORING_S < 1.0
     assert Publisher(SimpleNamespace(), None, 512).again_s() == math.inf
+
+
+def test_what_is_on_disk_is_told_by_names_of_its_own_with_the_time_of_loads():
+    first, second = bytes(range(32)), bytes(range(32, 64))
+    assert len({name for digest in (first, second) for name in (name_in_memory(digest), name_on_disk(digest))}) == 4
+    assert {len(name_in_memory(first)), len(name_on_disk(first))} == {DIGEST_BYTES}
+    changes, load_time = [{}, {first: False, second: True}, {}, {}, {}], LoadTime()
+    tiers = object.__new__(Tiers)
+    tiers.peers, tiers.transfers = None, SimpleNamespace(load_times={0: LoadTime(), 1: load_time}, storing=False)
+    tiers.offload = SimpleNamespace(tiers=["host", "disk"], take_changed=list, in_memory=lambda blocks: [])
+    tiers.watch = SimpleNamespace(take=lambda: changes.pop(0), has_more=True)
+    events = [KVEvents([], []), KVEvents([first], [])] + [KVEvents([], [])] * 3
+    memory = SimpleNamespace(take_events=lambda: events.pop(0), leading=0, are_published=list)
+    publisher = Publisher(memory, tiers, 512)
+    assert publisher.take() is None
+    held = publisher.take()
+    assert held.stored == name_in_memory(first) + name_on_disk(second)
+    assert held.removed == name_on_disk(first)
+    assert held.disk_s is None
+    assert publisher.take() is None
+    for _ in range(2):
+        load_time.note(4, 2.0)
+    held = publisher.take()
+    assert (held.stored, held.removed) == (b"", b"")
+    assert held.disk_s[0] + 4 * held.disk_s[1] == 2.0
+    assert publisher.take() is None
+    assert publisher.again_s() == LISTING_S
+    tiers.watch.has_more = False
+    assert publisher.again_s() == DISK_S
+
+
+@pytest.mark.parametrize("count", [0, 1, 3 * BLOCKS_AT_ONCE + 1])
+def test_a_new_front_end_is_told_of_many_blocks_in_parts(count):
+    blocks = {number.to_bytes(DIGEST_BYTES, "little") for number in range(count)}
+    parts = [*in_parts(Held(removed=b"12345678", token_s=0.5), blocks)]
+    assert {(part.removed, part.token_s) for part in parts} == {(b"", 0.5)}
+    told = [split_digests(part.stored) for part in parts]
+    assert max(map(len, told)) <= BLOCKS_AT_ONCE
+    assert {name for part in told for name in part} == blocks

@@ -74,6 +74,41 @@ def test_the_directory_finds_what_is_held_or_coming_and_nothing_else(operations)
         assert len(directory) == len(set().union(*held))
 
 
+BELOW = [digest.upper() for digest in DIGESTS]
+HOLDINGS = st.lists(
+    st.tuples(st.sampled_from(["store", "sink", "remove", "claim"]), st.integers(0, 2), SOME, st.booleans()),
+    max_size=30,
+)
+
+
+@given(HOLDINGS, st.booleans(), st.integers(0, 0b111))
+def test_the_directory_counts_what_a_replica_has_on_disk_alone(holdings, coming, asked_for):
+    directory = BlockDirectory()
+    memory, disk, claimed = ([set() for _ in range(3)] for _ in range(3))
+    for what, replica, digests, on_disk in holdings:
+        names = [digest.upper() for digest in digests] if on_disk else digests
+        if what in ("store", "sink"):
+            directory.store(replica, names)
+            (disk if on_disk else memory)[replica] |= {*names}
+        elif what == "remove":
+            directory.remove(replica, names)
+            (disk if on_disk else memory)[replica] -= {*names}
+        else:
+            directory.claim(replica, digests)
+            claimed[replica] |= {*digests} - memory[replica]
+    expected = {}
+    for each in (each for each in range(3) if asked_for & 1 << each):
+        here = memory[each] | (claimed[each] if coming else set())
+        depth, loads = 0, 0
+        for digest, below in zip(DIGESTS, BELOW, strict=True):
+            if digest not in here and below not in disk[each]:
+                break
+            depth, loads = depth + 1, loads + (digest not in here)
+        if loads:
+            expected[each] = depth, loads
+    assert directory.reach(DIGESTS, BELOW, asked_for, coming=coming) == expected
+
+
 STEPS = st.lists(
     st.tuples(st.sampled_from(["route", "tokens", "end", "remove", "add"]), st.integers(0, 7), st.integers(0, 5)),
     max_size=60,
@@ -143,7 +178,7 @@ def test_a_hot_prefix_spreads_and_a_cold_one_does_not():
 def test_a_session_stays_where_nothing_says_its_blocks_are_and_moves_when_that_is_overloaded_or_gone():
     router = fleet()
     home = serve(router, "turn0", asked("s", 8, session="s"))
-    router.note_events(home, [], chain("s", 8))  # to a tier below the pool, which nobody tells
+    router.note_events(home, [], chain("s", 8))
     assert serve(router, "turn1", asked("s", 8, session="s")) == home
     for number in range(6):
         assert router.route(f"load{number}", asked(f"l{number}", 20), at=home).replica == home
@@ -300,3 +335,64 @@ def test_who_has_fetched_nothing_yet_is_taken_to_fetch_as_others_do():
         router.route(request_id, Asked(1000, [], 1), at=at)
     assert router.route("q", asked("a", 100)).replica == "r2", "it has nothing to do, and need not compute"
     assert router.work_s("r2") < 1.0
+
+
+def sunk(name: str, blocks: int) -> Asked:
+    """Returns a request that may be found on disks."""
+    what = asked(name, blocks)
+    return what._replace(on_disk=[digest.upper() for digest in what.digests])
+
+
+def test_a_request_goes_to_the_replica_whose_disk_holds_its_prefix():
+    """By the time of loading that this has measured, or others have; while nobody has, it is tried."""
+    router, what = fleet(), sunk("a", 40)
+    home = router.replicas[1]
+    router.note_events(home, what.on_disk, [])
+    route = router.route("untried", what)
+    assert (route.replica, route.found_tokens, route.work_s) == (home, 640, pytest.approx(0.001))
+    router.end("untried")
+    router.note_times(router.replicas[0], 1e-3, 1e-2, disk_s=(0.1, 2e-3))
+    assert router.route("as others", what).work_s == pytest.approx(0.1 + 40 * 2e-3 + 1e-3)
+    router.end("as others")
+    router.note_times(home, 1e-3, 1e-2, disk_s=(0.2, 5e-3))
+    route = router.route("measured", what)
+    assert (route.replica, route.work_s) == (home, pytest.approx(0.2 + 40 * 5e-3 + 1e-3))
+    router.end("measured")
+    router.note_times(home, 1e-3, 1e-2, disk_s=(0.2, 15e-3))  # 800 ms, where computing takes 641
+    route = router.route("slower than computing", what)
+    assert (route.replica != home, route.found_tokens) == (True, 0)
+
+
+def test_blocks_in_memory_before_those_on_disk_cost_nothing_and_what_is_gone_is_not_counted():
+    router, what = fleet(1), sunk("a", 40)
+    router.note_times("r0", 1e-3, 1e-2, disk_s=(0.01, 1e-3))
+    router.note_events("r0", [*what.digests[:10], *what.on_disk[5:30]], [])
+    route = router.route("a", what)
+    assert (route.found_tokens, route.work_s) == (480, pytest.approx(0.01 + 20 * 1e-3 + 161e-3))
+    router.end("a")
+    router.note_events("r0", [], what.on_disk[20:21])
+    assert router.route("b", what).found_tokens == 320
+
+
+def test_what_lies_on_a_disk_is_fetched_at_the_price_of_its_load_too():
+    router, what = fleet(), sunk("a", 40)
+    router.note_events("r1", what.on_disk, [])
+    for name in router.replicas:
+        router.note_times(name, 1e-3, 1e-2, {"at1": (0.05, 1e-3)}, (0.02, 2e-3))
+    for number in range(8):
+        router.route(f"q{number}", asked(f"q{number}", 60), at="r1")
+    route = router.route("a", what)
+    assert (route.replica != "r1", route.holder, route.held_blocks) == (True, "r1", 40)
+    assert route.work_s == pytest.approx(0.05 + 40e-3 + 0.02 + 80e-3 + 1e-3)
+
+
+def test_of_a_store_that_all_share_nobody_has_to_fetch():
+    router, what = fleet(), sunk("a", 40)
+    for name in router.replicas:
+        router.note_events(name, what.on_disk, [])
+    places = set()
+    for number in range(3):
+        route = router.route(f"q{number}", what)
+        assert (route.found_tokens, route.holder) == (640, None)
+        places.add(route.replica)
+    assert places == {*router.replicas}

@@ -111,16 +111,17 @@ def test_a_step_without_memory_is_refused_by_name(small_model, device, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("settings", "lens", "samples"),
+    ("settings", "lens", "samples", "rows"),
     [
-        ({}, [24], 8),
-        ({"max_num_batched_tokens": 200}, [95, 95, 10], 8),
-        ({"max_num_batched_tokens": 190}, [95, 95], 8),
-        ({"max_num_batched_tokens": 512, "max_num_seqs": 1}, [95, 1], 1),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, [24], 24),
+        ({}, [24], 8, 8),
+        ({"max_num_batched_tokens": 200}, [95, 95, 10], 8, 8),
+        ({"max_num_batched_tokens": 190}, [95, 95], 8, 8),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 1}, [95, 1], 1, 1),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, [24], 24, 8),
     ],
 )
-def test_the_largest_step(small_model, device, monkeypatch, settings, lens, samples):
+def test_the_largest_steps(small_model, device, monkeypatch, settings, lens, samples, rows):
+    """That of the most tokens, and that of the most rows."""
     seen = []
     forward, choose = Decoder.forward, TorchSamplingKernels.choose_on_device
 
@@ -135,14 +136,23 @@ def test_the_largest_step(small_model, device, monkeypatch, settings, lens, samp
     monkeypatch.setattr(Decoder, "forward", watched)
     monkeypatch.setattr(TorchSamplingKernels, "choose_on_device", chosen)
     opened(small_model, device, **settings)
-    (token_ids, batch), (logits, choices) = seen
-    assert len(token_ids) == sum(lens)
-    assert batch.query_start.diff().tolist() == lens
-    assert batch.context_lens.tolist() == [95] * len(lens)
-    assert (batch.max_query_len, batch.max_context_len) == (max(lens), 95)
-    assert logits.shape == (samples, 64)
-    assert logits.isfinite().all()
-    assert choices.temperature.all()
+    for expected, many in ((lens, samples), ([1] * rows, rows)):
+        (token_ids, batch), (logits, choices), *seen = seen
+        assert len(token_ids) == sum(expected)
+        assert batch.query_start.diff().tolist() == expected
+        assert batch.context_lens.tolist() == [95] * len(expected)
+        assert (batch.max_query_len, batch.max_context_len) == (max(expected), 95)
+        assert logits.shape == (many, 64)
+        assert logits.isfinite().all()
+        assert choices.temperature.all()
+    assert not seen
+
+
+def test_the_step_that_takes_more_counts(small_model, device, monkeypatch):
+    for peaks in ([3 * MIB, PEAK], [PEAK, 3 * MIB]):
+        states(device, monkeypatch, USED)
+        monkeypatch.setattr(device, "peak", lambda run, left=peaks: left.pop())
+        assert opened(small_model, device, enforce_eager=True)[1].memory().free == TOTAL - USED - PEAK - TRANSFER_BYTES
 
 
 def test_the_largest_step_leaves_no_trace(small_model, device, monkeypatch):
@@ -162,7 +172,7 @@ def test_the_largest_step_leaves_no_trace(small_model, device, monkeypatch):
         while_measured.setattr(Decoder, "forward", forward)
         while_measured.setattr(DeviceRows, "inputs", watched)
         config, executor = opened(small_model, device)
-    assert [ref() for ref in used] == [None, None]
+    assert [ref() for ref in used] == [None] * 4
     assert not hasattr(executor, "pool")
     assert (executor.rows.tables == -1).all()
     assert not executor.rows.tokens.any()
@@ -187,10 +197,11 @@ def test_tritons_kernels_take_the_largest_step(tmp_path, device, monkeypatch, kv
     model = save_llama(tmp_path, num_attention_heads=2, num_key_value_heads=1)
     backend = STATIC._replace(attention=TritonAttention(CAPABILITY), sampling=TritonSamplingKernels())
     opened(str(model), device, backend, kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=8)
-    [(truncate, tokens)] = chosen
-    assert truncate
-    assert len(tokens) == 8
-    assert (tokens >= 0).all()
+    assert len(chosen) == 2
+    for truncate, tokens in chosen:
+        assert truncate
+        assert len(tokens) == 8
+        assert (tokens >= 0).all()
 
 
 @pytest.mark.gpu

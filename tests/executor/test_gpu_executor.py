@@ -217,6 +217,7 @@ def test_rows_that_are_not_finite_fail_alone(small_model, device, monkeypatch):
 def test_a_step_without_memory_is_survived_and_what_stood_on_it_is_run_again(small_model, device, monkeypatch):
     config = EngineConfig(model=small_model, **SMALL)
     executor = open_executor(config, backend=BACKEND, device=device)
+    core = EngineCore(config, executor=executor)
     forward, fails = executor.decoder.forward, [4]
 
     def narrow(token_ids, *rest):
@@ -227,7 +228,7 @@ def test_a_step_without_memory_is_survived_and_what_stood_on_it_is_run_again(sma
 
     monkeypatch.setattr(executor.decoder, "forward", narrow)
     requests = [request(f"r{i}", [5, 9, 3 + i], p) for i, p in enumerate([greedy(max_tokens=8), DRAWN])]
-    run = drive(EngineCore(config, executor=executor), requests)
+    run = drive(core, requests)
     assert fails[0] < 0
     assert run.tokens == on_cpu(config, requests)
 

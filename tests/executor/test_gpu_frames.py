@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from checked_device import OrderError
+from checked_device import CheckedEvent, OrderError
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import gpu_frames, transfers
@@ -155,6 +156,45 @@ def test_loads_wait_for_the_bus_when_too_many_are_under_way(device, frames, monk
             places[:] = number
     frames.follow_writes()
     assert (contents(frames)[: STAGED + 1] == np.arange(STAGED + 1)[:, None]).all()
+
+
+def test_computations_go_on_while_a_load_waits_for_the_bus(device, frames, monkeypatch) -> None:
+    """The bus may wait for them: a load begins behind the steps that were asked for before it."""
+    monkeypatch.setattr(device.random, "random", lambda: 1.0)
+    records = contents(frames)
+    for number in range(STAGED):
+        load(frames, [number], records[[number]], frames.mark())
+    synchronize, followed = CheckedEvent.synchronize, []
+
+    def waited(event):
+        thread = threading.Thread(target=frames.follow_writes, daemon=True)
+        thread.start()
+        thread.join(5)
+        followed.append(not thread.is_alive())
+        synchronize(event)
+
+    monkeypatch.setattr(CheckedEvent, "synchronize", waited)
+    with frames.write([9], frames.mark()) as places:
+        places[:] = 1
+    assert followed[0]
+
+
+def test_blocks_that_no_memory_can_be_pinned_for_are_not_read_and_not_written(
+    device, frames, monkeypatch, caplog
+) -> None:
+    def refuse(nbytes):
+        raise RuntimeError("CUDA error: out of memory")
+
+    expected = contents(frames)
+    with monkeypatch.context() as limited:
+        limited.setattr(device, "pinned", refuse)
+        reading = frames.begin_read([3, 1])
+        with pytest.raises(KVStoreError, match=r"cannot be pinned for blocks: CUDA error"), frames.write([4]):
+            pass
+    assert reading.whole == [False, False]
+    assert len(reading.records) == 2
+    assert "cannot be pinned" in caplog.text
+    assert (contents(frames) == expected).all()
 
 
 def test_a_load_that_fails_changes_nothing(device, frames) -> None:

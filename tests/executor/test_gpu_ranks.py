@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ from core.drive import drive, request
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError, RankLostError
-from pagemill.executor import graphs, rank, ranks
+from pagemill.executor import graphs, process_group, rank, ranks
 from pagemill.executor.load import open_executor
 from pagemill.executor.process_group import GroupExchange, host_meeting
 from pagemill.executor.rank_devices import check_alike
@@ -59,8 +60,10 @@ def check_collectives(counted, steps):
 def test_graphs_on_all_ranks_bring_the_tokens_of_one(small_model, device, size):
     """4 heads, 2 KV heads: with four ranks, two have the same. Every step samples."""
     config, executor = opened(small_model, device, size, kv_memory=8 * FRAME_BYTES * size // 2)
-    device.collectives.clear()  # what made the connections
     late, requests = Late(config, executor, depth=2), decoding(3 if size == 2 else 2)
+    executor.warm_up()
+    assert executor.graphs().number == len(device.graphs) == 2 * len(graphs.batch_sizes(config.max_num_seqs))
+    device.collectives.clear()  # what made the connections, and the warm-up's
     late.add(requests)
     tokens = late.run()
     executor.close()
@@ -149,6 +152,20 @@ def test_a_collective_of_another_stream_is_found(device):
         total = exchange.all_reduce(part)
     with pytest.raises(OrderError, match="compute reads what stream 1 may not have written yet"):
         total + 1
+
+
+def test_the_end_of_a_group_that_waits_for_graphs_is_begun_once_and_not_waited_for(monkeypatch):
+    """NCCL's returns when all graphs that hold its collectives are gone, which may be those of who calls it."""
+    monkeypatch.setattr(process_group, "ABORT_S", 0.01)
+    gone, begun = threading.Event(), []
+    exchange = GroupExchange(0, 1)
+    exchange.abort()  # nothing has begun
+    exchange.connect(host_meeting())
+    monkeypatch.setattr(exchange, "_backend", SimpleNamespace(abort=lambda: (begun.append(1), gone.wait())))
+    exchange.abort()
+    exchange.abort()
+    gone.set()
+    assert begun == [1]
 
 
 @pytest.mark.parametrize(

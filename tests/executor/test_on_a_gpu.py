@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from interpreter import DEVICE
 from models.small_llama import save_llama
 from pagemill import LLM, SamplingParams
+from pagemill.executor.graphs import batch_sizes
 from pagemill.hub.registry import REGISTRY
 from served import MODEL
 
@@ -99,6 +100,26 @@ def alike(found: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> floa
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_greedy_tokens_equal_the_cpus(model, on_cpu, enforce_eager) -> None:
     assert answers(model, DEVICE, enforce_eager=enforce_eager) == on_cpu()
+
+
+def test_serving_captures_and_compiles_nothing_after_the_start(model, monkeypatch) -> None:
+    from triton import knobs
+
+    late = []
+    with LLM(model, device=DEVICE, **SETTINGS) as llm:
+        before = llm.stats()
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **what: late.append(what["fn"].name))
+        for params in (
+            GREEDY,
+            SamplingParams(temperature=0.9, top_p=0.8, max_tokens=8, detokenize=False, ignore_eos=True),
+        ):
+            for prompt in prompts():
+                llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            llm.generate([{"prompt_token_ids": one} for one in prompts()], params, use_tqdm=False)
+        after = llm.stats()
+    assert before.graphs == after.graphs == 2 * len(batch_sizes(SETTINGS["max_num_seqs"]))
+    assert before.graph_bytes > 0
+    assert not late
 
 
 def test_a_prompt_alone_has_the_tokens_that_it_has_in_a_batch(model, on_cpu) -> None:

@@ -13,8 +13,6 @@ from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
 from at_once import AtOnce
 from harness import frame_shape
-from pagemill.errors import KVMemoryError
-from pagemill.kvcache import gpu_frames
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.frame_access import Reading
@@ -67,12 +65,8 @@ def test_copies_are_made_in_order(pool, contents) -> None:
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_blocks_go_down_and_come_back_into_other_frames(pool, contents, tier, tmp_path) -> None:
     size = pool.layout.frame_bytes
-    pinned = pool.device.type == "cuda"
-    store = (
-        HostStore(FRAMES, size, pinned)
-        if tier == "host"
-        else DiskStore(tmp_path, replace(FORMAT, record_bytes=size), 1 << 20)
-    )
+    disk_format = replace(FORMAT, record_bytes=size)
+    store = HostStore(FRAMES, size) if tier == "host" else DiskStore(tmp_path, disk_format, 1 << 20)
     transfers = Transfers(PooledFrames(pool, PagesAhead(pool)), OffloadTiers([store], size))
     transfers.save([Save(frame, name_of(frame)) for frame in range(FRAMES)])
     write_frames(pool, range(FRAMES), np.zeros_like(contents))
@@ -95,17 +89,6 @@ def test_a_load_comes_after_what_the_gpu_was_asked_to_do_before(pool, contents) 
     with pool.frames.write([1], pool.frames.mark()) as places:
         places[0][:] = contents[5].reshape(places[0].shape)
     assert (pool.frames.read([2, 1])[0] == contents[[1, 5]]).all()
-
-
-def test_memory_that_can_not_be_pinned_is_an_error_that_says_so(monkeypatch) -> None:
-    class Runtime:
-        @staticmethod
-        def cudaHostRegister(address, nbytes, flags):
-            return 2
-
-    monkeypatch.setattr(gpu_frames.torch.cuda, "cudart", Runtime)
-    with pytest.raises(KVMemoryError, match=r"40960 bytes of host memory cannot be pinned: 2; lower kv_host_memory"):
-        HostStore(10, 4096, pinned=True)
 
 
 @pytest.mark.parametrize("stored_first", [True, False])

@@ -272,11 +272,11 @@ def test_an_index_of_a_later_version_is_refused_and_kept(tmp_path):
     store.close()
     with closing(sqlite3.connect(path)) as index, index:
         index.execute("PRAGMA user_version = 9")
-    with pytest.raises(KVStoreError, match="has version 9, and this pagemill reads versions up to 1; use a newer one"):
+    with pytest.raises(KVStoreError, match="has version 9, and this pagemill reads versions up to 2; use a newer one"):
         store_of(tmp_path, CAPACITY)
     with closing(sqlite3.connect(path)) as index, index:
         assert index.execute("PRAGMA user_version").fetchone() == (9,)
-        index.execute("PRAGMA user_version = 1")
+        index.execute("PRAGMA user_version = 2")
     store = store_of(tmp_path, CAPACITY)
     assert store.blocks_by_tenant() == {"calm": 1}
     store.close()

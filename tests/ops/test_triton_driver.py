@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
 
 import pytest
 
@@ -45,6 +47,13 @@ def test_what_it_lacks_to_start_is_told_with_the_way_out(start, error: Exception
     assert refusal is not None
     assert str(error) in refusal
     assert "install gcc" in refusal
+
+
+def test_an_old_triton_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "triton.knobs", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert "too old; install triton 3.6 or newer" in str(triton_refusal())
 
 
 def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from pagemill.config import EngineConfig
 from pagemill.errors import CalibrationError
-from pagemill.planner import calibration
+from pagemill.planner import calibration, real_engine
 from pagemill.planner.calibration import MOST_TOKENS, OUTPUT_LEN, Point, StepFile, grid
 from pagemill.simulate.device_fit import MeasuredStep, fit_device, fit_errors
 from pagemill.simulate.roofline import Roofline, read_device, read_shape
@@ -99,7 +101,41 @@ def test_a_calibration_goes_on_where_it_was_cut_off(tmp_path):
     assert StepFile(path, settings).points == {}, "it was begun anew"
 
 
+class Noting:
+    """Stands in for an engine: notes the prompts that come, by their lengths, and steps, as 0."""
+
+    def __init__(self):
+        self.noted, self.steps, self.row = [], [], ""
+        config = SimpleNamespace(max_num_batched_tokens=512)
+        self.core = SimpleNamespace(config=config, abort=lambda live: None, has_work=lambda: False)
+
+    def prompt(self, length):
+        return [1] * length
+
+    def add(self, prompt, output_len):
+        self.noted.append(len(prompt))
+        name = str(len(self.noted))
+        self.row = name if output_len > 1 else self.row
+        return name
+
+    def step(self):
+        self.noted.append(0)
+        self.steps.append(MeasuredStep(StepWork(1, 1, 1, 30, 30), 0.01, 0.001))
+        return [(self.row, None)]
+
+
+def test_prompts_come_between_steps_that_only_generate(tmp_path):
+    engine = Noting()
+    calibration.measure(engine, [Point(1, 32, 0)], StepFile(tmp_path / "steps", {}), lambda done: None)
+    point = engine.noted[len(engine.noted) // 2 :]  # the first half warmed up
+    at = [place for place, length in enumerate(point) if length]
+    assert [point[place] for place in at] == [32, *(length for length in calibration.PROMPTS for _ in range(2))]
+    assert min(np.diff(at)) > 2  # its own step, and others
+    assert point.count(0) == 1 + calibration.DECODE_STEPS + 2 * len(calibration.PROMPTS)
+
+
 def test_the_real_model_is_measured_and_what_was_kept_is_not_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_engine, "OtherWork", lambda: SimpleNamespace(look=lambda: 0.0))
     monkeypatch.setattr(calibration, "ROWS", (1, 4))
     monkeypatch.setattr(calibration, "CONTEXTS", (16, 64))
     monkeypatch.setattr(calibration, "PROMPTS", (16,))

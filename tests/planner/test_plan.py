@@ -20,11 +20,11 @@ from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_nam
 from pagemill.simulate.roofline import Roofline, read_device, read_shape
 from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest
 
-SHORT = Workload(Lengths(100, 0.5, 400), Lengths(20, 0.5, 60), 512)
+SHORT = Workload(Lengths(300, 0.5, 440), Lengths(20, 0.5, 60), 512)
 ONE = Choices(ranks=(1,), max_num_seqs=(64,), max_num_batched_tokens=(512,))
 
 
-def load(rate=100.0, workload=SHORT, count=150):
+def load(rate=100.0, workload=SHORT, count=60):
     return Load(Generated(workload, 0), rate, count)
 
 
@@ -52,12 +52,12 @@ def test_the_replicas_serve_the_load_within_the_limits_and_one_less_would_not():
 def test_what_binds_is_named():
     many = replace(ONE, max_num_seqs=(512,))
     assert plan_of(limits=Limits(0.5, 1.0), choices=many).options[0].binds.startswith("compute: ")
-    assert plan_of(limits=Limits(0.07, 30.0)).options[0].binds.startswith("the limit: ")
+    assert plan_of(limits=Limits(0.07, 5.0)).options[0].binds.startswith("the limit: ")
     few = replace(ONE, max_num_seqs=(2,))
     assert plan_of(limits=Limits(1.0, 0.5), choices=few).options[0].binds.startswith("max_num_seqs: 2 run at once")
     small = replace(read_device("l4"), memory_bytes=19_500_000_000)
-    long = Workload(Lengths(300, 0.1, 400), Lengths(300, 0.1, 400), 1024)
-    plan = make_plan(small, read_shape("llama-3-8b"), "bfloat16", load(2.0, long), Limits(1.0, 5.0), ONE)
+    long = Workload(Lengths(300, 0.1, 350), Lengths(100, 0.1, 150), 512)
+    plan = make_plan(small, read_shape("llama-3-8b"), "bfloat16", load(2.0, long), Limits(1.0, 3.0), ONE)
     assert plan.options[0].binds.startswith("memory: ")
 
 
@@ -106,6 +106,58 @@ def test_settings_that_only_help_together_are_found(monkeypatch):
     choices = Choices(ranks=(1,), max_num_seqs=(4, 64), max_num_batched_tokens=(64, 512))
     size = search.choose(Settings(1, "auto", 4, 64, 0), choices)
     assert (size.settings.max_num_batched_tokens, size.settings.max_num_seqs, size.capacity) == (512, 64, 2.0)
+
+
+def test_a_trial_is_cut_only_where_a_limit_breaks():
+    roofline, limits = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16"), Limits(0.07, 1.0)
+    cut, held = 0, 0
+    for rate in (2.0, 5.0, 20.0, 40.0):
+        trace = load().requests(rate, limits)
+        whole, ended = (run_trial(roofline, Settings(1), trace, rate, given) for given in (None, limits))
+        within = limits.hold({"tpot_p99_s": whole.tpot_p99_s, "ttft_p99_s": whole.ttft_p99_s})
+        assert not whole.cut
+        assert not (ended.cut and within)
+        assert ended.cut or ended == whole
+        assert ended.cut <= (ended.requests < whole.requests)
+        cut, held = cut + ended.cut, held + within
+    assert cut >= 2
+    assert held >= 2
+
+
+def test_a_trial_whose_slowest_requests_alone_break_a_limit_is_not_cut():
+    roofline = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16")
+    trace = load().requests(5.0, Limits(0.2, 3.0))
+    whole = run_trial(roofline, Settings(1), trace, 5.0)
+    for slack, cut in ((1.001, False), (0.9, True)):
+        for limits in (Limits(slack * whole.tpot_p99_s), Limits(1.0, slack * whole.ttft_p99_s)):
+            assert run_trial(roofline, Settings(1), trace, 5.0, limits).cut == cut
+
+
+def test_what_binds_is_told_of_a_whole_trial():
+    size = plan_of(limits=Limits(0.07, 3.0)).options[0].size
+    broken = [trial for trial in size.own_trials if trial.rate > size.capacity]
+    assert not broken[0].cut
+    assert any(trial.cut for trial in broken[1:])
+
+
+def test_rows_that_nobody_needs_change_nothing_and_are_not_simulated_again(monkeypatch):
+    roofline, limits = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16"), Limits(0.2, 3.0)
+    trace = load().requests(5.0, limits)
+    few, some, many = (run_trial(roofline, Settings(1, max_num_seqs=rows), trace, 5.0) for rows in (4, 64, 128))
+    assert some == many
+    assert some.most_rows <= 64 < few.most_rows
+    tried = []
+
+    def noted(roofline, settings, *others):
+        tried.append((settings.max_num_batched_tokens, settings.max_num_seqs))
+        return run_trial(roofline, settings, *others)
+
+    monkeypatch.setattr("pagemill.planner.search.run_trial", noted)
+    choices = replace(ONE, max_num_seqs=(256, 512), max_num_batched_tokens=(2048, 1024))
+    size = plan_of(limits=Limits(0.07, 3.0), choices=choices).options[0].size
+    asked = {(settings.max_num_batched_tokens, settings.max_num_seqs) for settings, _ in size.trials}
+    assert asked == {(2048, 256), (2048, 512), (1024, 256), (1024, 512)}
+    assert asked - set(tried) == {(1024, 512)}
 
 
 def test_sizes_that_do_not_hold_the_model_are_said_and_others_planned():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.memory.manager import MemoryManager
-from pagemill.scheduling.forecast import KEPT, AnswerLengths, Forecast, Growing
+from pagemill.scheduling.forecast import KEPT, AnswerLengths, Forecast, Growing, surely_fits
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.simulate.engine import END_TOKEN
 from pagemill.simulate.simulator import replay
@@ -110,6 +110,31 @@ def test_chances_are_chances_and_fall(answers):
         assert (chances > 0).all()
         assert (chances <= 1 + 1e-9).all()
         assert (np.diff(chances, axis=1) <= 1e-9).all()
+
+
+SEQUENCE = st.tuples(st.integers(0, 40), st.integers(0, 200), st.integers(1, 300), st.booleans(), st.booleans())
+
+
+@given(
+    st.lists(SEQUENCE, min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(1, 400), st.booleans()), max_size=8),
+    st.integers(0, 2000),
+)
+def test_what_surely_fits_is_foreseen_to(sequences, answers, available):
+    lengths = AnswerLengths()
+    for answer in answers:
+        lengths.note(*answer)
+    growing = [
+        Growing(0, -(-(prompt + has) // BLOCK), 0, prompt + has, has, most, sure, limited)
+        for prompt, has, most, sure, limited in sequences
+    ]
+    *running, new = [one._replace(held=one.entries) for one in growing]
+    new = new._replace(held=0, coming=new.entries)
+    blocks = sum(-(-(one.length + one.most) // BLOCK) for one in growing)
+    if surely_fits(new.coming + blocks, available):
+        assert Forecast(lengths, running, available, BLOCK, [None]).fits([new])
+    enough = next(count for count in range(10_000) if surely_fits(new.coming + blocks, count))
+    assert Forecast(lengths, running, enough, BLOCK, [None]).fits([new])
 
 
 def test_a_window_bounds_what_a_sequence_grows_by():

@@ -77,4 +77,9 @@ def calibrate(
         )  # fmt: skip
     console = Console()
     console.print(parameters, errors)
+    if found.disturbed:
+        console.print(
+            f"Something else ran on the machine during {found.disturbed:.0%} of the steps, which are so much too long. "
+            "Measure again when it is quiet, or with --clock cpu."
+        )
     sys.stdout.write(f"wrote {out}; next: pagemill plan {model} --device {out} --dtype {found.roofline.dtype}\n")

@@ -36,10 +36,12 @@ class LoadingBar(Progress):
     def __init__(self, model: str) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
         super().__init__(*columns, console=messages, transient=True, disable=not messages.is_terminal)
+        self._model = model
         self._loading = self.add_task(f"loading {model}", total=None)
 
     def __call__(self, done: int, total: int) -> None:
-        self.update(self._loading, completed=done, total=total)
+        what = "loading" if done < total else "starting"  # which on GPUs compiles kernels and captures graphs
+        self.update(self._loading, completed=done, total=total, description=f"{what} {self._model}")
 
 
 class RequestsBar(Progress):

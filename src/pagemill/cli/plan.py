@@ -95,6 +95,8 @@ def plan(
     Each rate is simulated: the scheduler and the memory that serve run over the device's modelled step times. No model
     is loaded, and nothing is downloaded.
     """
+    import gc
+
     from rich.console import Console
 
     from pagemill.errors import ConfigError
@@ -117,6 +119,7 @@ def plan(
         requests=requests,
         seed=seed,
     )  # fmt: skip
+    gc.freeze()  # what is imported stays: no collection beside the simulations need visit it
     messages = Console(stderr=True, highlight=False)
     with messages.status("") as status:
         found = make_plan(**asked.arguments(), report=lambda line: status.update(f"simulating {line}"))

@@ -105,7 +105,8 @@ def serve(
     kv_transfer_host: Annotated[
         str | None,
         typer.Option(
-            "--kv-transfer-host", help="Address on which replicas give each other KV blocks. Default: loopback."
+            "--kv-transfer-host",
+            help="Address on which replicas listen, for each other's KV blocks and the front end. Default: loopback.",
         ),
     ] = None,
     config: Annotated[

@@ -69,7 +69,7 @@ def application(plan: FleetPlan) -> serve.Application:
         ray_actor_options=dict(plan.front_end_resources),
         **ending,
     )
-    return front_end.bind(engine.bind(plan.engine_config(), plan.log_path, plan.peering()), plan)
+    return front_end.bind(engine.bind(plan.engine_config(), plan.log_path, plan.peering(), plan.host()), plan)
 
 
 def _value(value: Any) -> Any:

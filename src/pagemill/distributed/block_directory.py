@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Reach(NamedTuple):
+    """States how many leading blocks of a chain a replica has, and how many of these on disk alone."""
+
+    blocks: int
+    loads: int
 
 
 class BlockDirectory:
-    """Maps a block's digest to the replicas that hold it, as a bit for each.
+    """Maps a block's name to the replicas that hold it, as a bit for each.
 
     A block is held by a replica that has said so, and coming where a request is under way that computes it. Both count
-    as found, since a request waits for a prefix that is being computed instead of computing it too. Digests are bytes
-    of one length, however short; a replica is a number, small since it is the place of a bit.
+    as found, since a request waits for a prefix that is being computed instead of computing it too. Names are bytes of
+    one length, however short: a block has one for memory and one for disk. A replica is a number, small since it is the
+    place of a bit.
     """
 
     def __init__(self) -> None:
@@ -79,12 +89,45 @@ class BlockDirectory:
         _note(found, replicas, len(digests))
         return found
 
+    def reach(
+        self, digests: Sequence[bytes], on_disk: Sequence[bytes], replicas: int, *, coming: bool = True
+    ) -> dict[int, Reach]:
+        """Returns how much of a chain each replica has in memory and on disk, for those that have any on disk before
+        what they lack. on_disk: names there of the same blocks. The other arguments are those of `find`."""
+        blocks: dict[int, int] = {}
+        loads: Counter[int] = Counter()
+        """By the bits of replicas, how many blocks these alone have on disk alone."""
+        depth = 0
+        for depth, (digest, below) in enumerate(zip(digests, on_disk, strict=True)):
+            here = self._held.get(digest, 0) | (self._coming.get(digest, 0) if coming else 0)
+            have = here | self._held.get(below, 0)
+            if depth:
+                _note(blocks, replicas & ~have, depth)
+            replicas &= have
+            if not replicas:
+                break
+            if loaded := replicas & ~here:
+                loads[loaded] += 1
+        else:
+            _note(blocks, replicas, len(digests))
+        by_replica: Counter[int] = Counter()
+        for bits, count in loads.items():
+            for number in _numbers(bits):
+                by_replica[number] += count
+        return {number: Reach(blocks[number], count) for number, count in by_replica.items()}
+
 
 def _note(found: dict[int, int], replicas: int, depth: int) -> None:
     """Notes a length for each replica whose bit is set."""
-    while replicas and depth:
+    if depth:
+        found.update(dict.fromkeys(_numbers(replicas), depth))
+
+
+def _numbers(replicas: int) -> Iterator[int]:
+    """Gives the numbers of the bits that are set."""
+    while replicas:
         lowest = replicas & -replicas
-        found[lowest.bit_length() - 1] = depth
+        yield lowest.bit_length() - 1
         replicas ^= lowest
 
 

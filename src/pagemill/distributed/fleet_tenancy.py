@@ -196,9 +196,11 @@ class FleetTenancy:
         """Counts a request, with the blocks that it has by now, at a replica; None: at none."""
         if one.replica is not None:
             self.shares.note_blocks(one.wanted.tenant, one.replica, -one.counted)
+            self.shares.note_requests(one.wanted.tenant, one.replica, -1)
         one.replica, one.counted = replica, one.blocks
         if replica is not None:
             self.shares.note_blocks(one.wanted.tenant, replica, one.counted)
+            self.shares.note_requests(one.wanted.tenant, replica, 1)
 
     def _room_for(self, wanted: Wanted, replicas: Collection[str], pinned: Pinned) -> str | None:
         """Returns where there is room for a request, as `place` does, whatever waits before it."""

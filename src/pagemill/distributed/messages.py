@@ -19,8 +19,17 @@ from pagemill.engine.messages import (
 )
 from pagemill.engine.queries import Answer, Question
 
+
+class Offer(msgspec.Struct, tag=True):
+    """Says where a replica can be reached past Ray. token: what it knows the front end by, once."""
+
+    host: str
+    port: int
+    token: bytes
+
+
 ToReplica = EngineRequest | AbortRequests | FinishSequences | Question
-FromReplica = StepOutputs | Held | Answer | EngineReady | Failure
+FromReplica = StepOutputs | Held | Answer | EngineReady | Failure | Offer
 
 
 class Inbound(msgspec.Struct):
@@ -31,7 +40,8 @@ class Inbound(msgspec.Struct):
 
 
 class Outbound(msgspec.Struct):
-    """Messages from a replica. The first of a connection are its facts, and all blocks that it holds."""
+    """Messages from a replica. The first of a connection are its facts, and all blocks that it holds; an offer of
+    another way may come before them."""
 
     sent_s: float
     messages: list[FromReplica]

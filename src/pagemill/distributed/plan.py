@@ -30,10 +30,11 @@ class FleetPlan:
     between which Ray Serve chooses. address: host and port where the front end itself listens; None: it is asked
     through Ray Serve's proxies. engine_resources, front_end_resources: `ray_actor_options`. log_path: a file or pipe
     to which all processes write what they have to say; None: where Ray puts it. kv_transfer: whether replicas fetch
-    blocks from each other; kv_transfer_host: the address of a replica's machine on which it gives them; None: loopback
-    where the front end listens on this machine, else that of the node in the Ray cluster. secret: what replicas know
-    each other by, another at each start. prefill_replicas: how many replicas compute prompts alone. Raises
-    `ConfigError` for a routing that there is not, and for prompts that nobody goes on with.
+    blocks from each other; kv_transfer_host: the address of a replica's machine on which it gives them, and takes
+    connections of front ends; None: loopback where the front end listens on this machine, else that of the node in the
+    Ray cluster. secret: what replicas know each other by, another at each start. prefill_replicas: how many replicas
+    compute prompts alone. Raises `ConfigError` for a routing that there is not, and for prompts that nobody goes on
+    with.
     """
 
     model: str
@@ -87,7 +88,11 @@ class FleetPlan:
         """Returns how replicas give each other blocks; None if they do not, or if there is only one."""
         if not self.kv_transfer or self.replicas == 1:
             return None
-        return Peering(self.secret, self.kv_transfer_host or (LOOPBACK if self.address is not None else ""))
+        return Peering(self.secret, self.host())
+
+    def host(self) -> str:
+        """Returns the address at which replicas listen; "" for that of their node in the Ray cluster."""
+        return self.kv_transfer_host or (LOOPBACK if self.address is not None else "")
 
     def engine_config(self) -> EngineConfig:
         """Returns the settings of a replica's engine. Raises `ConfigError` and `ModelNotFoundError`."""

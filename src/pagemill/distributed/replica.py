@@ -1,24 +1,26 @@
 """EngineReplica: one engine as a deployment of Ray Serve, for any number of front ends.
 
 It passes messages on between its front ends and the engine, which runs in a child process as it does on one machine.
-A front end has one stream of everything that is for it, in batches of what steps bring: Ray's cost is by the message,
-whatever is in it.
+A front end has one stream of everything that is for it, in batches of what steps bring. They go over a connection past
+Ray, which only says that both still live, or else through Ray, whose cost is by the message, whatever is in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from pagemill.config import EngineConfig
-from pagemill.distributed.messages import INBOUND
+from pagemill.distributed.direct import CONNECT_S, DirectConnection, DirectServer
+from pagemill.distributed.messages import INBOUND, Batch
 from pagemill.distributed.outbox import Outbox
 from pagemill.distributed.output import write_to
 from pagemill.engine.messages import (
@@ -35,6 +37,7 @@ from pagemill.engine.messages import (
 )
 from pagemill.engine.queries import Answer, Question, StatsQuery
 from pagemill.engine.stats import EngineStats
+from pagemill.engine.wire import encode
 from pagemill.errors import EngineDeadError, PagemillError
 from pagemill.frontend.process_client import ProcessClient
 
@@ -44,6 +47,8 @@ SILENT_S = 30.0
 """A front end that has sent nothing for so long is gone: its requests end. It sends something every few seconds."""
 LOOK_S = 5.0
 """Seconds between two looks at who is silent."""
+BLOCKS_AT_ONCE = 4096
+"""Blocks in one message to a front end that is new: a replica may have millions on disk."""
 LAST_WORDS_S = 0.2
 """Seconds in which front ends learn what an engine died of, before its replica ends too."""
 SEPARATOR = "/"
@@ -55,6 +60,8 @@ class _FrontEnd:
     outbox: Outbox = field(default_factory=Outbox)
     heard_s: float = field(default_factory=time.monotonic)
     last_batch: int = 0
+    connection: DirectConnection | None = None
+    """Past Ray; None while Ray carries everything."""
     requests: dict[str, set[int]] = field(default_factory=dict)
     """The sequences that have not ended of each request that it has sent, by the engine's id."""
 
@@ -70,21 +77,23 @@ class EngineReplica:
     """Loads an engine, and lets front ends use it until Ray Serve ends it. Raises what keeps it from loading."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: EngineConfig, log_path: str | None, peering: Peering | None = None
+        self, config: EngineConfig, log_path: str | None, peering: Peering | None = None, host: str | None = None
     ) -> None:
         """log_path: see `FleetPlan`. peering: how it gives blocks to other replicas, with "" for the address of its
-        node in the Ray cluster; None: it does not."""
+        node in the Ray cluster; None: it does not. host: where front ends connect to it, "" as well; None: Ray carries
+        everything."""
         write_to(log_path)
         if peering is not None and not peering.host:
             peering = Peering(peering.secret, _node_address())
         self._blocks: set[bytes] = set()
-        """Blocks that the engine holds: the first `DIGEST_BYTES` of their digests."""
+        """Blocks that the engine holds, by their names in `Held`."""
         self._told = Held()
         """The last that the engine has told; the times in it hold."""
         self._front_ends: dict[str, _FrontEnd] = {}
         self._client = ProcessClient(config, self._note_held, peering)
         await self._client.load(lambda done, total: None)
         self._told_facts = self._client.facts
+        self._direct = None if host is None else await _listening(host or _node_address())
         self._tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._watch())}
 
     async def outputs(self, front_end: str, replica: str) -> AsyncGenerator[bytes, None]:
@@ -94,8 +103,17 @@ class EngineReplica:
         """
         mine = self._front_ends[front_end] = _FrontEnd()
         mine.outbox.put(self._client.facts)
-        mine.outbox.put(msgspec.structs.replace(self._told, stored=b"".join(self._blocks), removed=b""))
+        for held in in_parts(self._told, self._blocks):
+            mine.outbox.put(held)
         try:
+            if self._direct is not None:
+                offer, made = self._direct.offer()
+                yield encode(Batch(time.monotonic(), [msgspec.Raw(encode(offer))]))
+                with contextlib.suppress(asyncio.TimeoutError):
+                    mine.connection = await asyncio.wait_for(made, CONNECT_S)
+            if mine.connection is not None:
+                await self._pass_by_ray(front_end, mine, mine.connection)
+                return
             while (batch := await mine.outbox.take()) is not None:
                 yield batch
         finally:
@@ -112,32 +130,11 @@ class EngineReplica:
         mine = self._front_ends.get(front_end)
         if mine is None:
             raise EngineDeadError("this replica has no stream to the front end any more; open another")
-        mine.heard_s = now_s = time.monotonic()
+        mine.heard_s = time.monotonic()
         if number <= mine.last_batch:
             return
         mine.last_batch = number
-        inbound = INBOUND.decode(batch)
-        for message in inbound.messages:
-            match message:
-                case EngineRequest():
-                    message.request_id = f"{front_end}{SEPARATOR}{message.request_id}"
-                    message.arrival_s += now_s - inbound.sent_s
-                    if message.fork_of is not None:
-                        message.fork_of = f"{front_end}{SEPARATOR}{message.fork_of[0]}", message.fork_of[1]
-                    mine.requests[message.request_id] = {*range(message.params.n)}
-                    self._client.submit(message)
-                case AbortRequests():
-                    ended = [f"{front_end}{SEPARATOR}{each}" for each in message.request_ids]
-                    for each in ended:
-                        mine.requests.pop(each, None)
-                    self._client.abort(ended)
-                case FinishSequences():
-                    finished = [(f"{front_end}{SEPARATOR}{each}", at) for each, at in message.sequences]
-                    for each, at in finished:
-                        mine.end(each, at)
-                    self._client.finish(finished)
-                case Question():  # posed at once, so that no request behind it overtakes it
-                    self._keep(self._answer(front_end, message.id, self._client.pose(message.query)))
+        self._take(front_end, mine, batch)
 
     async def close(self, front_end: str, replica: str) -> None:
         """Ends a front end's stream, behind all that is on its way."""
@@ -162,11 +159,58 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Ends the engine, which saves what outlives it. Ray Serve calls it once no stream is open."""
+        if self._direct is not None:
+            self._direct.close()
         for task in self._tasks:
             task.cancel()
         await self._client.close()
 
     # Inside
+
+    async def _pass_by_ray(self, front_end: str, mine: _FrontEnd, connection: DirectConnection) -> None:
+        """Sends and takes a front end's batches over its connection, until either side ends it."""
+
+        async def take() -> None:
+            try:
+                while (batch := await connection.receive()) is not None:
+                    mine.heard_s = time.monotonic()
+                    self._take(front_end, mine, batch)
+            finally:
+                mine.outbox.close()
+
+        taking = asyncio.create_task(take())
+        try:
+            with contextlib.suppress(OSError):
+                while (batch := await mine.outbox.take()) is not None:
+                    await connection.send(batch)
+        finally:
+            taking.cancel()
+            connection.close()
+
+    def _take(self, front_end: str, mine: _FrontEnd, batch: bytes) -> None:
+        """Passes on what a front end has sent."""
+        now_s, inbound = time.monotonic(), INBOUND.decode(batch)
+        for message in inbound.messages:
+            match message:
+                case EngineRequest():
+                    message.request_id = f"{front_end}{SEPARATOR}{message.request_id}"
+                    message.arrival_s += now_s - inbound.sent_s
+                    if message.fork_of is not None:
+                        message.fork_of = f"{front_end}{SEPARATOR}{message.fork_of[0]}", message.fork_of[1]
+                    mine.requests[message.request_id] = {*range(message.params.n)}
+                    self._client.submit(message)
+                case AbortRequests():
+                    ended = [f"{front_end}{SEPARATOR}{each}" for each in message.request_ids]
+                    for each in ended:
+                        mine.requests.pop(each, None)
+                    self._client.abort(ended)
+                case FinishSequences():
+                    finished = [(f"{front_end}{SEPARATOR}{each}", at) for each, at in message.sequences]
+                    for each, at in finished:
+                        mine.end(each, at)
+                    self._client.finish(finished)
+                case Question():  # posed at once, so that no request behind it overtakes it
+                    self._keep(self._answer(front_end, message.id, self._client.pose(message.query)))
 
     async def _receive(self) -> None:
         """Passes on what steps bring. Ends this process with the engine's, so that another replica is started."""
@@ -222,6 +266,8 @@ class EngineReplica:
             for each in self._front_ends.values():
                 if time.monotonic() - each.heard_s > SILENT_S:
                     each.outbox.close()
+                    if each.connection is not None:
+                        each.connection.abort()
 
     def _keep(self, work: Any) -> None:
         """Runs a coroutine to its end beside the calls."""
@@ -244,12 +290,31 @@ class ScaledReplica(EngineReplica):
         }
 
 
+async def _listening(host: str) -> DirectServer | None:
+    """Returns a server of connections past Ray; None where it cannot listen there, which is logged."""
+    server = DirectServer()
+    try:
+        await server.start(host)
+    except OSError as error:
+        LOGGER.warning("front ends cannot connect to %s, so Ray carries all: %s", host, error)
+        return None
+    return server
+
+
 def _node_address() -> str:
     """Returns the address at which other nodes of the Ray cluster reach this one."""
     import ray
 
     address: str = ray.util.get_node_ip_address()
     return address
+
+
+def in_parts(told: Held, blocks: Iterable[bytes]) -> Iterator[Held]:
+    """Gives the times in `told` with all blocks that an engine holds, BLOCKS_AT_ONCE in each message."""
+    names = [*blocks]
+    for first in range(0, max(1, len(names)), BLOCKS_AT_ONCE):
+        stored = b"".join(names[first : first + BLOCKS_AT_ONCE])
+        yield msgspec.structs.replace(told, stored=stored, removed=b"")
 
 
 def split_digests(joined: bytes) -> list[bytes]:

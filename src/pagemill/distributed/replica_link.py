@@ -1,4 +1,8 @@
-"""ReplicaLink: a front end's connection to one replica, through a Ray Serve handle."""
+"""ReplicaLink: a front end's connection to one replica, through a Ray Serve handle.
+
+Where the replica offers a connection past Ray and it can be made, all batches go over that. The stream through Ray
+stays open then, without batches: it says that the replica has ended, or that its machine is gone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pagemill.distributed.messages import OUTBOUND
+from pagemill.distributed.direct import DirectConnection, connect
+from pagemill.distributed.messages import OUTBOUND, Offer
 from pagemill.distributed.outbox import Outbox
 from pagemill.engine.messages import EngineReady, Failure, Held, SequenceOutput, StepOutputs
 from pagemill.engine.queries import Answer, Query
@@ -26,6 +31,9 @@ PING_S = 5.0
 
 SEND_S = 1.0
 """Seconds after which a batch that has not arrived is sent again; the replica takes each once."""
+
+LAST_S = 1.0
+"""Seconds for what is on its way past Ray once Ray has said that a replica has ended."""
 
 A = TypeVar("A")
 
@@ -64,6 +72,9 @@ class ReplicaLink:
         self._questions = Questions()
         self._batches = itertools.count(1)
         self._last_words: Failure | None = None
+        self._direct: DirectConnection | None = None
+        self._taking: asyncio.Task[None] | None = None
+        """Takes what comes past Ray."""
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
 
     def send(self, message: Any) -> None:
@@ -96,6 +107,30 @@ class ReplicaLink:
             why = "it has ended"
         except Exception as error:  # Ray raises children of several classes for what is gone
             why = f"{type(error).__name__}"
+        if self._taking is not None:
+            await asyncio.wait({self._taking}, timeout=LAST_S)
+        self._end_for(why)
+
+    async def _follow(self, offer: Offer) -> None:
+        """Takes what comes past Ray, if there is such a way. Where it is there too late, the replica closes it, and
+        sends all through Ray."""
+        connection = await connect(offer)
+        if connection is None or (first := await connection.receive_first()) is None:
+            LOGGER.warning("replica %s is not reached at %s:%d, so Ray carries all", self.name, offer.host, offer.port)
+            return
+        self._direct = connection
+        batch: bytes | None = first
+        why = "the connection has ended"
+        try:
+            while batch is not None:
+                self._take(batch)
+                batch = await connection.receive()
+        except Exception as error:
+            why = f"{type(error).__name__}"
+        self._end_for(why)
+
+    def _end_for(self, why: str) -> None:
+        """Ends everything; what the replica has said of its end goes before what this side has seen."""
         if self._last_words is not None:
             why = self._last_words.message
         self._end(EngineDeadError(f"replica {self.name} is gone ({why})"))
@@ -105,7 +140,13 @@ class ReplicaLink:
         try:
             while (batch := await self._outbox.take(PING_S)) is not None:
                 await self._known()
-                await self._deliver(next(self._batches), batch)
+                if self._direct is None:
+                    await self._deliver(next(self._batches), batch)
+                    continue
+                try:
+                    await self._direct.send(batch)
+                except OSError:
+                    return  # who takes what comes sees that too, behind the replica's last words
         except Exception as error:
             self._end(EngineDeadError(f"replica {self.name} is gone ({type(error).__name__})"))
 
@@ -143,12 +184,17 @@ class ReplicaLink:
                     self._questions.take(message)
                 case Failure():
                     self._last_words = message
+                case Offer():
+                    self._taking = asyncio.create_task(self._follow(message))
+                    self._tasks.append(self._taking)
 
     def _end(self, death: PagemillError) -> None:
         """Ends everything once, and says so."""
         if self.death is not None:
             return
         self.death = death
+        if self._direct is not None:
+            self._direct.close()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()

@@ -2,9 +2,9 @@
 
 A replica's work is what its requests have yet to compute: tokens of prompts, and tokens that answers are expected to
 have, in the seconds that a token takes there by its own measurement. A request adds the tokens of its prompt that the
-replica does not have, or the seconds in which it fetches them from another. So a prefix draws requests to where it is
-as long as that saves more than others wait less, and is computed a second time, or fetched, when its replica has too
-much to do: what is hot spreads, what is cold does not.
+replica does not have, or the seconds in which it loads them from its disk or fetches them from another. So a prefix
+draws requests to where it is as long as that saves more than others wait less, and is computed a second time, or
+fetched, when its replica has too much to do: what is hot spreads, what is cold does not.
 
 It knows no clock, no engine and no Ray: the same code runs in the simulator.
 """
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from pagemill.distributed.block_directory import BlockDirectory
-from pagemill.engine.messages import DIGEST_BYTES, EngineReady, EngineRequest
+from pagemill.distributed.block_directory import BlockDirectory, Reach
+from pagemill.engine.messages import EngineReady, EngineRequest, name_in_memory, name_on_disk
 from pagemill.memory.digest import extend_chain, namespace_root
 from pagemill.namespace import Namespace
 
@@ -42,14 +42,16 @@ FADING = 0.05
 class Asked(NamedTuple):
     """Describes a request to the router.
 
-    digests: of the prompt's whole blocks, in order. most_tokens: that its answer may have. session: a key that turns of
-    one session share; None for no turn.
+    digests: names of the prompt's whole blocks, in order, where they are in memory. most_tokens: that its answer may
+    have. session: a key that turns of one session share; None for no turn. on_disk: names of the same blocks where they
+    are on disk; empty for no disks.
     """
 
     num_tokens: int
     digests: Sequence[bytes]
     most_tokens: int
     session: object = None
+    on_disk: Sequence[bytes] = ()
 
     @classmethod
     def of(cls, asked: EngineRequest, come: Sequence[int], facts: EngineReady) -> Asked:
@@ -64,9 +66,10 @@ class Asked(NamedTuple):
         most = asked.params.max_tokens
         return cls(
             num_tokens=len(tokens),
-            digests=[digest[:DIGEST_BYTES] for digest in digests],
+            digests=[name_in_memory(digest) for digest in digests],
             most_tokens=(facts.max_model_len if most is None else most) * asked.params.n,
             session=(space, asked.session) if asked.session else None,
+            on_disk=[name_on_disk(digest) for digest in digests],
         )
 
 
@@ -99,6 +102,8 @@ class _Replica:
     """Seconds in which it fetches blocks, by the address of who has them: for all of a prompt, and for each."""
     mean_fetch_s: tuple[float, float] | None = None
     """Their mean over replicas that are there; None if it has measured none of these."""
+    disk_s: tuple[float, float] | None = None
+    """Seconds in which it loads blocks from its disk: for all of a prompt, and for each; None: not measured yet."""
     prompt_tokens: int = 0
     """Tokens of prompts that its requests have yet to compute before their first token."""
     answer_tokens: float = 0.0
@@ -108,10 +113,23 @@ class _Replica:
 
 
 class _Holder(NamedTuple):
-    """The replica that holds most of a prompt, and how many of its blocks."""
+    """The replica that holds most of a prompt, how many of its blocks, and the seconds in which it loads those of them
+    that are on its disk."""
 
     replica: _Replica
     blocks: int
+    load_s: float = 0.0
+
+
+class _Found(NamedTuple):
+    """The tokens of a prompt that a replica has, and the seconds in which it loads those of them that are on its disk;
+    without these where computing them takes less."""
+
+    tokens: int = 0
+    load_s: float = 0.0
+
+
+NOTHING = _Found()
 
 
 @dataclass
@@ -143,7 +161,7 @@ class Router:
         self._resting: dict[str, _Replica] = {}
         """Replicas that take no requests now, and may again: they end what they have, and their entries are kept."""
         self._requests: dict[str, _Request] = {}
-        self._usual_fetch_s = (0.0, 0.0)
+        self._usual_fetch_s = self._usual_disk_s = (0.0, 0.0)
         self._sessions: OrderedDict[object, str] = OrderedDict()
         self._expected = FIRST_ANSWER_TOKENS
         self._num_routed = 0
@@ -200,14 +218,20 @@ class Router:
         self.directory.store(number, stored)
 
     def note_times(
-        self, name: str, token_s: float, step_s: float, fetch_s: Mapping[str, tuple[float, float]] | None = None
+        self,
+        name: str,
+        token_s: float,
+        step_s: float,
+        fetch_s: Mapping[str, tuple[float, float]] | None = None,
+        disk_s: tuple[float, float] | None = None,
     ) -> None:
-        """Notes the measured seconds of a prompt's token and of a step that only generates, 0 if not known; and of
-        fetching blocks, by the address of who has them, for all, infinite where it cannot be reached, and for each."""
+        """Notes the measured seconds of a prompt's token and of a step that only generates, 0 if not known; of fetching
+        blocks, by the address of who has them, for all, infinite where it cannot be reached, and for each; and of
+        loading blocks from disk, for all and for each, None if not known."""
         replica = self._known(name)
         replica.token_s, replica.step_s = token_s, step_s
-        if (fetch_s := fetch_s or {}) != replica.fetch_s:
-            replica.fetch_s = fetch_s
+        if (fetch_s := fetch_s or {}) != replica.fetch_s or disk_s != replica.disk_s:
+            replica.fetch_s, replica.disk_s = fetch_s, disk_s
             replica.mean_fetch_s = self._mean_fetch_s(replica)
             self._price_unmeasured()
 
@@ -238,13 +262,13 @@ class Router:
         found, holders = self._found(asked), self._holders(asked)
         works = self._works_with(asked, found, holders, [*self._replicas])
         best = self._replicas[min(self._whole(), key=works.__getitem__)]
-        own = found.get(best.number, 0)
+        own = found.get(best.number, NOTHING)
         left_s = self._left_s(best, asked, own, self._holder_for(best, own, holders))
         at_best_s = works[best.name] + left_s * (1 + HELD_UP * len(best.requests))
-        blocks = len(asked.digests) - own / self._block_size
+        blocks = len(asked.digests) - own.tokens / self._block_size
         fetches = {name: self._fetch_s(best, self._replicas[name], blocks) for name in self._prefilling}
         among = [name for name, each_s in fetches.items() if each_s < min(left_s, at_best_s - works[name])]
-        if asked.num_tokens - own < LEAST_SPLIT_TOKENS or not among:
+        if asked.num_tokens - own.tokens < LEAST_SPLIT_TOKENS or not among:
             return None
         return self._route(request_id, asked._replace(most_tokens=1, session=None), among, None)
 
@@ -262,11 +286,11 @@ class Router:
             chosen = min((self._replicas[name] for name in among), key=lambda replica: replica.last_chosen)
         else:
             chosen = self._least(asked, works)
-        own = found.get(chosen.number, 0)
+        own = found.get(chosen.number, NOTHING)
         token_s = chosen.token_s or self._known_token_s()
         holder = self._holder_for(chosen, own, holders)
         self._begin(request_id, chosen, asked, round(self._left_s(chosen, asked, own, holder) / token_s))
-        route = Route(chosen.name, own, works[chosen.name])
+        route = Route(chosen.name, own.tokens, works[chosen.name])
         return route if holder is None else route._replace(holder=holder.replica.name, held_blocks=holder.blocks)
 
     def note_tokens(self, request_id: str, count: int) -> None:
@@ -292,39 +316,60 @@ class Router:
     def _known(self, name: str) -> _Replica:
         return self._replicas.get(name) or self._resting[name]
 
-    def _found(self, asked: Asked) -> dict[int, int]:
-        """Returns how many tokens of a prompt are found, by replica's number, for those that have any.
+    def _found(self, asked: Asked) -> dict[int, _Found]:
+        """Returns which tokens of a prompt are found, by replica's number, for those that have any.
 
         The last token is computed in any case: its query brings the first one of the answer.
         """
         bits = sum(1 << replica.number for replica in self._replicas.values())
         most, size = max(0, asked.num_tokens - 1), self._block_size
-        return {number: min(blocks * size, most) for number, blocks in self.directory.find(asked.digests, bits).items()}
+        here = self.directory.find(asked.digests, bits)
+        found = {number: _Found(min(blocks * size, most)) for number, blocks in here.items()}
+        for number, (blocks, loads) in self._reach(asked, bits).items():
+            replica, tokens = self._numbered(number), min(blocks * size, most)
+            load_s = self._load_s(replica, loads)
+            computed_s = (tokens - found.get(number, NOTHING).tokens) * (replica.token_s or self._known_token_s())
+            if load_s < computed_s:
+                found[number] = _Found(tokens, load_s)
+        return found
+
+    def _reach(self, asked: Asked, replicas: int, *, coming: bool = True) -> dict[int, Reach]:
+        return self.directory.reach(asked.digests, asked.on_disk, replicas, coming=coming) if asked.on_disk else {}
+
+    def _load_s(self, replica: _Replica, blocks: int) -> float:
+        """Returns the seconds in which a replica loads blocks from its disk: as it has measured, or else as others
+        have; 0 if nothing is known, so that somebody tries."""
+        all_s, block_s = replica.disk_s or self._usual_disk_s
+        return all_s + block_s * blocks if blocks else 0.0
 
     def _holders(self, asked: Asked) -> list[_Holder]:
         """Returns the two replicas, of all that there are, that hold most of a prompt's blocks: one of them at least is
         another than that to which it goes."""
         everybody = sum(1 << replica.number for replica in self._everybody())
-        held = self.directory.find(asked.digests, everybody, coming=False)
-        most = sorted(held.items(), key=lambda each: -each[1])[:2]
-        return [_Holder(self._numbered(number), blocks) for number, blocks in most]
+        here = self.directory.find(asked.digests, everybody, coming=False)
+        held = {number: Reach(blocks, 0) for number, blocks in here.items()}
+        held |= self._reach(asked, everybody, coming=False)
+        most = sorted(held.items(), key=lambda each: (-each[1].blocks, each[1].loads))[:2]
+        replicas = [(self._numbered(number), reach) for number, reach in most]
+        return [_Holder(each, blocks, self._load_s(each, loads)) for each, (blocks, loads) in replicas]
 
-    def _holder_for(self, replica: _Replica, found_tokens: int, holders: list[_Holder]) -> _Holder | None:
+    def _holder_for(self, replica: _Replica, found: _Found, holders: list[_Holder]) -> _Holder | None:
         """Returns who holds more of a prompt than a replica has itself."""
         best = next((holder for holder in holders if holder.replica is not replica), None)
-        return best if best is not None and best.blocks * self._block_size > found_tokens + self._block_size else None
+        return best if best is not None and best.blocks * self._block_size > found.tokens + self._block_size else None
 
-    def _left_s(self, replica: _Replica, asked: Asked, found_tokens: int, holder: _Holder | None) -> float:
-        """Returns the seconds in which a replica computes what it lacks of a prompt, or fetches blocks and computes the
-        rest, whichever takes less."""
+    def _left_s(self, replica: _Replica, asked: Asked, found: _Found, holder: _Holder | None) -> float:
+        """Returns the seconds in which a replica loads what it has of a prompt on disk, and computes what it lacks, or
+        fetches blocks and computes the rest, whichever takes less."""
         token_s = replica.token_s or self._known_token_s()
-        computed_s = (asked.num_tokens - found_tokens) * token_s
+        computed_s = (asked.num_tokens - found.tokens) * token_s
         if holder is None:
-            return computed_s
+            return found.load_s + computed_s
         held_tokens = holder.blocks * self._block_size
-        blocks = (held_tokens - found_tokens) / self._block_size
+        blocks = (held_tokens - found.tokens) / self._block_size
         fetched_s = self._fetch_s(replica, holder.replica, blocks) or math.inf
-        return min(computed_s, fetched_s + max(0, asked.num_tokens - held_tokens) * token_s)
+        fetched_s += holder.load_s + max(0, asked.num_tokens - held_tokens) * token_s
+        return found.load_s + min(computed_s, fetched_s)
 
     def _fetch_s(self, replica: _Replica, holder: _Replica, blocks: float) -> float:
         """Returns the seconds in which a replica fetches blocks of another: measured with that one, or else with others
@@ -337,7 +382,7 @@ class Router:
         lines = [line for line in known if line[0] < math.inf]
         if not lines:
             return (math.inf, 0.0) if known else None
-        return sum(line[0] for line in lines) / len(lines), sum(line[1] for line in lines) / len(lines)
+        return _mean(lines)
 
     def _price_fetches(self) -> None:
         """Takes the means anew, since a replica has come or gone: what was measured with one that is gone says
@@ -348,9 +393,9 @@ class Router:
 
     def _price_unmeasured(self) -> None:
         """Takes the mean of what replicas have measured, for those that have not; zeros if none has."""
-        means = [mean for each in self._everybody() if (mean := each.mean_fetch_s) and mean[0] < math.inf]
-        alls, blocks = zip(*means, strict=True) if means else ((0.0,), (0.0,))
-        self._usual_fetch_s = sum(alls) / len(alls), sum(blocks) / len(blocks)
+        everybody = self._everybody()
+        self._usual_fetch_s = _mean([line for each in everybody if (line := each.mean_fetch_s) and line[0] < math.inf])
+        self._usual_disk_s = _mean([line for each in everybody if (line := each.disk_s)])
 
     def _everybody(self) -> tuple[_Replica, ...]:
         return *self._replicas.values(), *self._resting.values()
@@ -366,12 +411,12 @@ class Router:
         return [name for name in self._replicas if name not in self._prefilling]
 
     def _works_with(
-        self, asked: Asked, found: dict[int, int], holders: list[_Holder], among: Sequence[str]
+        self, asked: Asked, found: dict[int, _Found], holders: list[_Holder], among: Sequence[str]
     ) -> dict[str, float]:
         """Returns the seconds of work that each of some replicas would have left with a request."""
         known, works = self._known_token_s(), {}
         for name, replica in ((name, self._replicas[name]) for name in among):
-            own = found.get(replica.number, 0)
+            own = found.get(replica.number, NOTHING)
             left_s = self._left_s(replica, asked, own, self._holder_for(replica, own, holders))
             works[name] = self._work_s(replica, known) + left_s
         return works
@@ -383,14 +428,14 @@ class Router:
         """Returns the replica with the least work, or a session's own while it has not much more.
 
         Much is what the session's whole prompt takes, computed or, where that is faster, fetched: a move costs at least
-        that once, and what the session has on disk, which nobody tells, is lost to it.
+        that once.
         """
         among = [self._replicas[name] for name in works]
         best = min(among, key=lambda replica: (works[replica.name], replica.last_chosen))
         own = self._replicas.get(self._sessions.get(asked.session, "")) if asked.session is not None else None
         if own is not None and own in among:
             whole = _Holder(own, len(asked.digests))
-            patience_s = self._left_s(best, asked, 0, whole)
+            patience_s = self._left_s(best, asked, NOTHING, whole)
             if works[own.name] <= works[best.name] + patience_s:
                 return own
         return best
@@ -444,3 +489,9 @@ class Router:
         tokens_s = (replica.prompt_tokens + replica.answer_tokens) * (replica.token_s or known_token_s)
         behind = len(replica.requests) + 1 - replica.rows
         return tokens_s + (behind * self._expected * replica.step_s / replica.rows if behind > 0 else 0.0)
+
+
+def _mean(lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the mean of seconds for all and of seconds for each; zeros if there are none."""
+    alls, each = zip(*lines, strict=True) if lines else ((0.0,), (0.0,))
+    return sum(alls) / len(alls), sum(each) / len(each)

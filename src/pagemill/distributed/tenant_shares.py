@@ -1,8 +1,12 @@
 """TenantShares: what each replica is told of its tenants, so that fairness and guarantees hold over all of them.
 
-A replica is fair by itself and keeps what is guaranteed by itself. With each request it is told how many tokens others
-have computed for its tenants, which count as service there (`EngineRequest.served_elsewhere`), and how many of the
-blocks that are guaranteed to a tenant over all replicas are its there (`EngineRequest.guaranteed_here`).
+A replica is fair by itself and keeps what is guaranteed by itself. With each request it is told by how many tokens that
+others have computed its tenants are ahead of each other, which count as service there
+(`EngineRequest.served_elsewhere`), and how many of the blocks that are guaranteed to a tenant over all replicas are its
+there (`EngineRequest.guaranteed_here`).
+
+A tenant that is behind catches up wherever it has requests. If each of these replicas made up for all of it, it would
+get too much, and then too little: so each makes up for its part.
 """
 
 from __future__ import annotations
@@ -67,6 +71,8 @@ class TenantShares:
         self._limits = limits
         self._served: defaultdict[str, _Served] = defaultdict(_Served)
         self._blocks: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Requests that replicas have, by tenant and replica."""
         self._parts: defaultdict[str, dict[str, int]] = defaultdict(dict)
         """Remembers what each replica was told of guarantees, by replica and tenant."""
 
@@ -75,6 +81,10 @@ class TenantShares:
         served = self._served[tenant]
         served.at[replica] += tokens
         served.total += tokens
+
+    def note_requests(self, tenant: str, replica: str, more: int) -> None:
+        """Notes that a replica has so many more requests of a tenant, or fewer if `more` is negative."""
+        self._requests[tenant][replica] += more
 
     def note_blocks(self, tenant: str, replica: str, more: int) -> None:
         """Notes that a tenant has so many more active blocks at a replica, or fewer if `more` is negative."""
@@ -93,8 +103,8 @@ class TenantShares:
             told.pop(tenant, None)
 
     def served_elsewhere(self, replica: str) -> dict[str, int]:
-        """Returns the tokens that other replicas have computed since the last call for this one, by tenant, as far as
-        they count (`MOST_ELSEWHERE`). What was before the first call is nobody's lead."""
+        """Returns by how many of the tokens that other replicas have computed since the last call for this one tenants
+        are ahead, as far as these count (`MOST_ELSEWHERE`). What was before the first call is nobody's lead."""
         news = {}
         if len(self._served) > 1:
             for tenant, served in self._served.items():
@@ -102,7 +112,22 @@ class TenantShares:
                 told = served.told.setdefault(replica, _Told(here, elsewhere))
                 if count := told.news(here, elsewhere):
                     news[tenant] = count
-        return news
+        return self._leads(replica, news)
+
+    def _leads(self, replica: str, news: Mapping[str, int]) -> dict[str, int]:
+        """Returns what counts of tokens from elsewhere: those beyond what each tenant has had, by weight, that has
+        requests here; and of these the replica's part, where the tenants that are behind have requests in several."""
+        service = {
+            tenant: news.get(tenant, 0) / self._weight(tenant) for tenant, at in self._requests.items() if at[replica]
+        }
+        least = min(service.values(), default=0.0)
+        behind = [tenant for tenant, each in service.items() if each == least]
+        parts = min((sum(each > 0 for each in self._requests[tenant].values()) for tenant in behind), default=1)
+        leads = {tenant: int((count - least * self._weight(tenant)) / parts) for tenant, count in news.items()}
+        return {tenant: lead for tenant, lead in leads.items() if lead > 0}
+
+    def _weight(self, tenant: str) -> float:
+        return self._limits[tenant].weight if tenant in self._limits else 1.0
 
     def guaranteed_here(self, replica: str) -> dict[str, int]:
         """Returns how many of the blocks that are guaranteed over all replicas are tenants' in this one, for those

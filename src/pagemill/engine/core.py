@@ -84,6 +84,13 @@ class EngineCore:
         except BaseException:
             self.executor.close()
             raise
+        try:
+            self._warm_up = self.executor.warm_up()
+        except BaseException:
+            if self.tiers is not None:
+                self.tiers.close()
+            self.executor.close()
+            raise
         self._frames_at_start = self.memory.num_frames
         self._gave_back = False
         """True while the pool is as small as "used" has made it."""
@@ -369,6 +376,8 @@ class EngineCore:
             compactions=compaction.sequences,
             stalled_s=self._stalled_s,
             block_bytes=self.executor.facts.frame_bytes,
+            graphs=self.executor.graphs().number,
+            graph_bytes=self.executor.graphs().nbytes,
             tier_blocks={tier: sum(held.values()) for tier, held in below.items()},
             tenants={one.account.name: tenant_stats(one, below) for one in self.scheduler.tenants},
         )
@@ -438,6 +447,7 @@ class EngineCore:
             peer_address="" if self.tiers is None or self.tiers.peers is None else self.tiers.peers.address,
             kv_format_name=facts.kv_format,
             numerics=facts.numerics,
+            warm_up=self._warm_up,
         )
 
     def root(self, request: EngineRequest | BlocksQuery | KVMapQuery, adapter: bytes = b"") -> bytes:

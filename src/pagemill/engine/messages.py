@@ -225,12 +225,22 @@ class StepOutputs(msgspec.Struct, tag=True):
     outputs: list[SequenceOutput]
 
 
+def name_in_memory(digest: bytes) -> bytes:
+    """Returns what a block is called in `Held` that is in the pool or in host memory."""
+    return digest[:DIGEST_BYTES]
+
+
+def name_on_disk(digest: bytes) -> bytes:
+    """Returns what a block is called in `Held` that is on disk: another part of its digest, since it may be in memory
+    too."""
+    return digest[DIGEST_BYTES : 2 * DIGEST_BYTES]
+
+
 class Held(msgspec.Struct, tag=True, omit_defaults=True):
-    """Tells which blocks can be found in the pool or in host memory since the last message of its kind, and what work
-    takes."""
+    """Tells which blocks can be found since the last message of its kind, and what work takes."""
 
     stored: bytes = b""
-    """The first `DIGEST_BYTES` of each digest, joined."""
+    """Names of `DIGEST_BYTES` each, joined: of blocks that are in memory now, and of those that are on disk."""
     removed: bytes = b""
     token_s: float = 0.0
     """Seconds that a token of a prompt takes beside others, measured; 0: not known yet."""
@@ -239,6 +249,8 @@ class Held(msgspec.Struct, tag=True, omit_defaults=True):
     fetch_s: dict[str, tuple[float, float]] = {}
     """Seconds that fetching blocks of each peer takes, by its address: for all of them, infinite where it is left alone
     now; and for each. Peers of which nothing is known are left out."""
+    disk_s: tuple[float, float] | None = None
+    """Seconds that loading blocks from disk takes: for all of them, and for each; None: not known yet."""
 
 
 class LoadProgress(msgspec.Struct, tag=True):
@@ -289,14 +301,17 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """These three begin the digest of every chain of blocks, see `root_digest`."""
     peer_address: str = ""
     """Host and port at which peers fetch this engine's blocks; empty: they do not."""
+    warm_up: str = ""
+    """What was done before the first step, in words for people: kernels compiled, decode steps captured."""
 
     @property
     def description(self) -> str:
-        """Returns one line for people: device, dtype, kernels, and the pool as it is now."""
+        """Returns one line for people: device, dtype, kernels, the pool as it is now, and the warm-up."""
         fit = f", {self.longest_sequence} of max_model_len={self.max_model_len} fit"
         return (
             f"{self.model}; KV pool {self.kv_bytes / 2**20:.0f} MiB: {self.num_frames} blocks of {self.block_size} "
             f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}{self._adapters}"
+            f"{self.warm_up and '; '}{self.warm_up}"
         )
 
     @property

@@ -20,10 +20,11 @@ from pagemill.hub.private_files import make_folder
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
 from pagemill.kvcache.load_time import PrefillTime
-from pagemill.kvcache.offload_tiers import OffloadStore, OffloadTiers, Sources
+from pagemill.kvcache.offload_tiers import FollowedStore, OffloadStore, OffloadTiers, Sources
 from pagemill.kvcache.shared_store import SharedStore
 from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
+from pagemill.kvcache.store_watch import StoreWatch
 from pagemill.kvcache.transfers import Transfers, TransferStats
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager, Residency
@@ -122,21 +123,22 @@ def make_tiers(
         if capacity > 0 and compressed:
             tiers.append(CompressedStore(limit, facts.kv.itemsize))
         elif capacity > 0:
-            tiers.append(HostStore(capacity, record_bytes, pinned=facts.locks_pages))
-    if config.kv_disk_memory is not None:
-        tiers += _disk_tier(config, format, taken["disk"])
+            tiers.append(HostStore(capacity, record_bytes))
+    disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
+    tiers += disk
+    watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
     if peering is None or not config.enable_prefix_caching:
         offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)
-        return Tiers(offload, executor, memory, config.preemption_mode) if tiers else None
+        return Tiers(offload, executor, memory, config.preemption_mode, watch=watch) if tiers else None
     store = peer_store(peering, format)
     offload = OffloadTiers(tiers, record_bytes, store, publishes)
     drafts = config.speculative_config is not None and config.speculative_config.method == "draft_model"
     served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
     peers = PeerLink(peering, format, store, served)
-    return Tiers(offload, executor, memory, config.preemption_mode, peers)
+    return Tiers(offload, executor, memory, config.preemption_mode, peers, watch)
 
 
-def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[OffloadStore]:
+def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[FollowedStore]:
     """Returns the disk tier, unless streamed blocks, which take so many bytes of it, leave no room."""
     root = _disk_root(config)
     if config.kv_disk_shared:
@@ -148,7 +150,8 @@ def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[Of
 class Tiers:
     """The offload tiers, transfers to and from them, and what is known of their speed and of prefill's.
 
-    peers: engines that this one gives blocks to and fetches them from; None for none.
+    peers: engines that this one gives blocks to and fetches them from; None for none. watch: tells what is on disk;
+    None where nobody asks for it, or there is none.
     """
 
     def __init__(
@@ -158,9 +161,11 @@ class Tiers:
         memory: MemoryManager,
         preemption_mode: str,
         peers: PeerLink | None = None,
+        watch: StoreWatch | None = None,
     ) -> None:
         self.offload = offload
         self.peers = peers
+        self.watch = watch
         self.transfers = Transfers(executor.frames, offload)
         self._memory = memory
         self._preemption_mode = preemption_mode
@@ -231,8 +236,15 @@ class Tiers:
                 times[peer.address] = line
         return times
 
+    def disk_time(self) -> tuple[float, float] | None:
+        """Returns the seconds that loading blocks from disk takes, for all and for each; None while nothing is known,
+        and where nothing on disk is told."""
+        return None if self.watch is None else self.transfers.load_times[len(self.offload.tiers) - 1].line
+
     def close(self) -> None:
         """Waits for what is under way."""
+        if self.watch is not None:
+            self.watch.close()
         if self.peers is not None:
             self.peers.close()
         self.transfers.close()

@@ -5,7 +5,7 @@ Where several devices work as one, each has its own, and is given the same array
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,13 +13,22 @@ import torch
 from torch import Tensor
 
 from pagemill.attention.interface import HostLengths
-from pagemill.executor.activation_peak import TRANSFER_BYTES, LargestStep, activation_peak
+from pagemill.executor.activation_peak import TRANSFER_BYTES, activation_peak, named_if_too_large
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import EDIT_ARRAYS, DeviceRows, Queries
-from pagemill.executor.graphs import Graphs, Shape, budget
-from pagemill.executor.interface import ExecutorMemory
+from pagemill.executor.graphs import AHEAD_CONTEXT, WAYS, Graphs, Shape, budget
+from pagemill.executor.interface import ExecutorMemory, GraphFacts
 from pagemill.executor.staging import Place, Slot
+from pagemill.executor.trial_steps import (
+    LargestStep,
+    Trial,
+    choices_of,
+    compiling_trials,
+    largest_trial,
+    prepare,
+    widest_trial,
+)
 from pagemill.executor.worker import Worker
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import FrameShape
@@ -66,14 +75,53 @@ class DeviceSteps:
             self._graphs = Graphs(device, self._step, max_num_seqs, max_model_len, *agree)
         self._kept_bytes = 0
         """Memory that steps, graphs and transfers need, and is not the pool's."""
+        self._row_bytes = 0
         worker.decoder.reach(max_model_len)  # nothing that steps use moves afterwards
 
     def measure(self, largest: LargestStep, shape: FrameShape) -> None:
-        """Runs the largest step. From then on, what steps need counts as used memory. Raises KVMemoryError."""
-        layout, longest = self._backend.layout, self._max_model_len
-        peak = activation_peak(self.device, self._step_over, shape, layout, longest, largest, self.truncates)
+        """Runs the step of the most tokens, and that of the most rows. From then on, what steps need counts as used
+        memory. Raises KVMemoryError."""
+        context = self._max_model_len - 1
+        tokens = largest_trial(largest, self._max_model_len, self.truncates)
+        rows = widest_trial(largest, max(1, context), self.truncates)
+        peak = max(self._peak(trial, largest, shape) for trial in (tokens, rows))
         graphs = 0 if self._graphs is None else budget(self.device.memory().free)
         self._kept_bytes = peak + graphs + TRANSFER_BYTES
+
+    def compile(self, largest: LargestStep, shape: FrameShape) -> None:
+        """Runs steps that have all kernels compiled which steps use, and looks what rows of a decode step take. Raises
+        KVMemoryError if one has too little memory."""
+        layout, longest = self._backend.layout, self._max_model_len
+        with torch.inference_mode(), named_if_too_large(largest, self.device.where):
+            for trial in compiling_trials(largest, longest, self.truncates):
+                prepare(trial, self.device, self._step_over, shape, layout, longest)()
+            self._choose_as_from_host()
+        widest = widest_trial(largest, max(1, min(AHEAD_CONTEXT, longest - 1)), self.truncates)
+        self._row_bytes = self._peak(widest, largest, shape) // len(widest.query_lens)
+
+    def _choose_as_from_host(self) -> None:
+        """Samples as steps do that need the host between two tokens."""
+        vocab, places = self._worker.decoder.spec.vocab_size, np.zeros(1, np.int64)
+        logits = torch.zeros(1, vocab, device=self.device.where)
+        for draws, truncates in WAYS:
+            self._sampling.choose(logits, places, choices_of(1, draws, truncates))
+        allowed = np.full((1, -(-vocab // 32)), 2**32 - 1, np.uint32)
+        self._sampling.mask(logits, places, allowed, places)
+
+    def ahead(self) -> Iterator[Shape]:
+        """Gives the shapes of the decode steps that are to be captured before the first step, one after the other, once
+        kernels have been compiled."""
+        if self._graphs is not None:
+            yield from self._graphs.ahead(self._row_bytes, self.truncates)
+
+    def _peak(self, trial: Trial, largest: LargestStep, shape: FrameShape) -> int:
+        layout, longest = self._backend.layout, self._max_model_len
+        return activation_peak(trial, self.device, self._step_over, shape, layout, longest, largest)
+
+    @property
+    def graphs(self) -> GraphFacts:
+        """Returns what decode steps have been captured."""
+        return GraphFacts(0, 0) if self._graphs is None else GraphFacts(len(self._graphs), self._graphs.nbytes)
 
     def memory(self) -> ExecutorMemory:
         free, total = self.device.memory()
@@ -86,7 +134,7 @@ class DeviceSteps:
         return None if self._graphs is None else self._graphs.padded(shape)
 
     def clear(self) -> None:
-        """Gives up what stands on the memory of the pool. Nothing may be running."""
+        """Gives up graphs, and their memory. Nothing may be running."""
         if self._graphs is not None:
             self._graphs.clear()
 

@@ -14,7 +14,7 @@ from pagemill.config import EngineConfig
 from pagemill.executor.device import Device
 from pagemill.executor.device_steps import DeviceSteps, Together
 from pagemill.executor.interface import ExecutorMemory
-from pagemill.executor.rank_messages import DeviceLogits, DeviceStep, Measure
+from pagemill.executor.rank_messages import Compile, DeviceLogits, DeviceStep, Measure
 from pagemill.executor.share import Share
 from pagemill.executor.staging import Ring, Slot
 from pagemill.executor.worker import Worker
@@ -45,9 +45,8 @@ class DeviceWorker(Worker):
     def resize(self, num_frames: int) -> None:
         self._accelerator.synchronize()  # steps under way may use frames that go
         super().resize(num_frames)
-        self._steps.clear()
 
-    def do(self, message: DeviceStep | DeviceLogits | Measure) -> None:
+    def do(self, message: DeviceStep | DeviceLogits | Measure | Compile) -> None:
         """Takes part in what rank 0's device does."""
         match message:
             case DeviceStep():
@@ -59,6 +58,8 @@ class DeviceWorker(Worker):
                 decoder.logits(hidden)
             case Measure():
                 self._steps.measure(message.largest, self._shape)
+            case Compile():
+                self._steps.compile(message.largest, self._shape)
 
     @torch.inference_mode()
     def _run(self, step: DeviceStep) -> None:

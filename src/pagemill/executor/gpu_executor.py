@@ -7,6 +7,8 @@ these tokens only. Rows that need the host between two tokens (`_runs_ahead`) ru
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,22 +17,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagemill.errors import DeviceLostError, EngineDeadError, NonFiniteLogitsError
-from pagemill.executor.activation_peak import LargestStep
+from pagemill.errors import DeviceLostError, EngineDeadError, KVMemoryError, NonFiniteLogitsError
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import Edits
 from pagemill.executor.device_steps import DeviceSteps, Together
 from pagemill.executor.draft_source import DraftSource
 from pagemill.executor.graphs import Shape
-from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
+from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, GraphFacts, StepHandle
 from pagemill.executor.local import LocalExecutor
 from pagemill.executor.staging import Place, Ring, Slot
-from pagemill.executor.step_arrays import padded_arrays, step_arrays
+from pagemill.executor.step_arrays import nobodys_arrays, padded_arrays, step_arrays
+from pagemill.executor.trial_steps import LargestStep
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+TELL_S = 10.0
+"""Seconds after which captures that go on tell how far they are."""
 
 
 class Flight:
@@ -51,7 +58,8 @@ class Flight:
 class GpuExecutor(LocalExecutor):
     """Implements `Executor` on a `Device`. enforce_eager: no decode steps are captured as graphs.
 
-    largest_step: is run once, and what steps need counts as used memory from then on; None: nothing is measured.
+    largest: what steps are like at most.
+    measures: whether such a step is run at once, and what steps need counts as used memory from then on.
     together: joins the device with others; see `DeviceSteps`.
     If a step fails, those submitted after it, which stand on its tokens, fail too, until it has been collected.
     Raises KVMemoryError if the largest step has too little memory.
@@ -68,26 +76,79 @@ class GpuExecutor(LocalExecutor):
         tokenizer_json: Callable[[], str],
         adapters: AdapterLoader,
         draft: DraftSource | None = None,
+        *,
+        largest: LargestStep,
+        measures: bool,
         enforce_eager: bool = False,
-        largest_step: LargestStep | None = None,
         together: Together | None = None,
     ) -> None:
-        facts = replace(facts, overlaps=True, counts_steps=largest_step is not None)
+        facts = replace(facts, overlaps=True, counts_steps=measures)
         super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, draft, streams=device)
         self._accelerator = device
-        self._steps = DeviceSteps(device, self, backend, max_num_seqs, facts.max_model_len, enforce_eager, together)
+        eager = enforce_eager or draft is not None  # with drafts on the device, no step runs ahead of the host
+        self._steps = DeviceSteps(device, self, backend, max_num_seqs, facts.max_model_len, eager, together)
         self._edits = Edits(self.rows)
         self._ring = Ring(device, max_num_seqs)
         self._flights: deque[Flight] = deque()
         self._seats = np.zeros(max_num_seqs, np.int64)
         self._failed: Exception | None = None
         """Why a step that was submitted, and has not been collected, failed."""
-        if largest_step is not None:
-            self.measure(largest_step)
+        self._largest = largest
+        if measures:
+            self.measure()
 
-    def measure(self, largest: LargestStep) -> None:
-        """Measures what the largest step needs beside the pool."""
-        self._steps.measure(largest, self._shape)
+    def measure(self) -> None:
+        """Measures what the largest steps need beside the pool."""
+        self._steps.measure(self._largest, self._shape)
+
+    def compile(self) -> None:
+        """Has the kernels compiled that steps use."""
+        self._steps.compile(self._largest, self._shape)
+
+    def warm_up(self) -> str:
+        """Has kernels compiled, and captures the usual decode steps, as steps of nobody's rows."""
+        logger.info("compiling the kernels of steps, which takes minutes where Triton has not kept them")
+        begin = time.monotonic()
+        try:
+            self.compile()
+        except KVMemoryError as error:
+            logger.warning("%s", error)
+        done = f"kernels compiled in {time.monotonic() - begin:.1f} s"
+        logger.info(done)
+        if captured := self._capture_ahead():
+            logger.info(captured)
+            done = f"{done}, {captured}"
+        return done
+
+    def _capture_ahead(self) -> str:
+        """Captures the usual decode steps. Returns how many, in words; nothing if there are none."""
+        begin = told = time.monotonic()
+        for shape in self._steps.ahead():
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                logger.info("%d decode steps are captured; %d rows come next", self.graphs().number, shape.tokens)
+            try:
+                self._capture(shape)
+            except torch.OutOfMemoryError as error:
+                logger.warning("too little memory is left for steps of %d rows: %s", shape.tokens, error)
+                break
+        count, nbytes = self.graphs()
+        seconds = time.monotonic() - begin
+        return f"{count} decode steps captured as graphs in {seconds:.1f} s, {nbytes >> 20} MiB" if count else ""
+
+    @torch.inference_mode()
+    def _capture(self, shape: Shape) -> None:
+        """Runs a decode step of rows without queries, and with that captures it."""
+        rows, slot = self._steps.rows, self._ring.take()
+        arrays = nobodys_arrays(shape.tokens, rows.nobody, rows.nowhere)
+        try:
+            self.give(slot, slot.stage([*arrays, *self._edits.take()]), shape, shape)
+        finally:
+            self._accelerator.synchronize()
+            self._ring.give_back(slot)
+
+    def graphs(self) -> GraphFacts:
+        return self._steps.graphs
 
     def memory(self) -> ExecutorMemory:
         return self._steps.memory()
@@ -122,7 +183,6 @@ class GpuExecutor(LocalExecutor):
     def resize(self, num_frames: int) -> None:
         self._accelerator.synchronize()  # steps under way may use frames that go
         super().resize(num_frames)
-        self._steps.clear()
 
     def _runs_ahead(self, plan: StepPlan) -> bool:
         """Returns whether a plan's rows need nothing of the host until their tokens are there."""
@@ -218,11 +278,23 @@ class GpuExecutor(LocalExecutor):
         return flight.result
 
     def _lost(self, error: Exception) -> EngineDeadError | None:
-        """Returns what an error of a step means if the device does no more work; None if it does."""
+        """Returns what an error of a step means if the device does no more work; None if it does. Where memory was too
+        little, graphs give theirs up: the step is run again."""
         if isinstance(error, RuntimeError):
             try:
                 self._accelerator.synchronize()
             except RuntimeError as last:
                 self._failed = lost = DeviceLostError.of(self._accelerator.where, last)
                 return lost
+        if isinstance(error, torch.OutOfMemoryError):
+            self._give_memory_up()
         return None
+
+    def _give_memory_up(self) -> None:
+        """Gives up the memory of graphs, for the step that is run again."""
+        if (graphs := self.graphs()).number:
+            what = (
+                "a step had too little memory: %d decode steps give up their graphs, %d MiB, until they come up again"
+            )
+            logger.warning(what, graphs.number, graphs.nbytes >> 20)
+            self._steps.clear()

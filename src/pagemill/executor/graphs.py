@@ -2,7 +2,8 @@
 
 A step in which every row has one query token depends, beside its arrays, on few numbers: how many rows there are, and
 the longest context, by which attention is cut. Both are rounded up to the rungs of a ladder, and a step's arrays are
-padded, so that few graphs do. A graph is captured when steps of its kind have come up some times.
+padded, so that few graphs do. Those of the usual contexts are captured before the first step, others when steps of
+their kind have come up some times.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 WORTH_IT = 3
 """Steps of a kind that come before it is captured: that takes as long as some tens of them."""
+WORTH_MORE = 64
+"""The same where a graph of longer contexts, or of more ways to sample, does for them."""
+AHEAD_CONTEXT = 4096
+"""The context of graphs that are captured before the first step, at least: shorter ones can use them too."""
+WAYS = [(False, False), (True, False), (True, True)]
+"""Ways to sample, `draws` and `truncates` of a shape: a graph of one does for those before it."""
 LEAST_CONTEXT = 1024
 """The lowest rung of contexts; the others double it."""
 MOST_BYTES = 1 << 30
@@ -70,6 +77,11 @@ def context_lengths(most: int) -> list[int]:
     return [*rungs[:-1], most]
 
 
+def _decoding(rows: int, context: int, draws: bool, truncates: bool) -> Shape:
+    """Returns the shape of decode steps of so many rows, with a sample each."""
+    return Shape(rows, 1, context, rows, picks=False, draws=draws, truncates=truncates)
+
+
 def budget(free: int) -> int:
     """Returns the bytes that graphs may take of those that are free without them."""
     return int(min(MOST_BYTES, FREE_SHARE * free))
@@ -103,18 +115,52 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes that they have taken."""
+        return self._bytes
+
     def padded(self, shape: Shape) -> Shape | None:
         """Returns the shape to which a step is to be padded; None if it runs as it is.
 
         A step whose rows have one query token each, and at most one sample.
         """
-        size, context = self._sizes[bisect_left(self._sizes, shape.tokens)], shape.longest_context
-        context = self._contexts[bisect_left(self._contexts, context)]
-        shape = Shape(size, 1, context, size, picks=False, draws=shape.draws, truncates=shape.truncates)
+        size = self._sizes[bisect_left(self._sizes, shape.tokens)]
+        shape = _decoding(size, self._rung(shape.longest_context), shape.draws, shape.truncates)
         if shape in self._captured:
             return shape
         self._seen[shape] += 1
-        return shape if self._seen[shape] > WORTH_IT and self._has_room() else None
+        other = self._doing_for(shape)
+        worth_it = self._seen[shape] > (WORTH_IT if other is None else WORTH_MORE)
+        return shape if worth_it and self._has_room() else other
+
+    def ahead(self, row_bytes: int, truncates: bool) -> Iterator[Shape]:
+        """Gives the shapes to capture before the first step, as long as there is room: all numbers of rows, the most
+        first, since graphs share their memory; greedy, and with all that the device does to sample.
+
+        row_bytes: what a row takes while a step runs. truncates: whether the device leaves tokens out.
+        """
+        context = self._rung(min(AHEAD_CONTEXT, self._contexts[-1]))
+        ways = [WAYS[0], WAYS[2 if truncates else 1]]
+        for size in reversed(self._sizes):
+            for draws, truncates_here in ways:
+                if not self._has_room():
+                    return
+                if size * row_bytes <= budget(self._device.memory().free + self._bytes):
+                    yield _decoding(size, context, draws, truncates_here)
+
+    def _rung(self, context: int) -> int:
+        """Returns the rung for contexts up to this length."""
+        return self._contexts[bisect_left(self._contexts, context)]
+
+    def _doing_for(self, shape: Shape) -> Shape | None:
+        """Returns the shape of a graph that does for steps of this one, though it does more than they need."""
+        ways = WAYS[WAYS.index((shape.draws, shape.truncates)) :]
+        for context in self._contexts[bisect_left(self._contexts, shape.longest_context) :]:
+            for draws, truncates in ways:
+                if (other := _decoding(shape.tokens, context, draws, truncates)) in self._captured:
+                    return other
+        return None
 
     def run(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> Tensor:
         """Runs a step that was padded to `shape`, as a graph if there is one or can be. Returns what `RunStep` does:
@@ -127,9 +173,12 @@ class Graphs:
         return known.captured.result
 
     def clear(self) -> None:
-        """Gives up all graphs, before memory moves that they use. Nothing may be running."""
+        """Gives up all graphs, and their memory. Nothing may be running. Later steps are captured again as they come
+        up."""
         self._captured.clear()
+        self._seen.clear()
         self._bytes = 0
+        self._full = False
 
     def _has_room(self) -> bool:
         """Returns whether one more step is to be captured; False from then on for all."""
@@ -149,8 +198,10 @@ class Graphs:
             return None
         self._bytes += captured.nbytes
         known = self._captured[shape] = DecodeGraph(captured, arrays)
-        what = "drawn" if shape.draws else "greedy"
-        logger.info("captured %s decode steps of %d rows, contexts of %d", what, shape.tokens, shape.longest_context)
+        what, level = "drawn" if shape.draws else "greedy", logging.INFO if self._seen[shape] else logging.DEBUG
+        logger.log(
+            level, "captured %s decode steps of %d rows, contexts of %d", what, shape.tokens, shape.longest_context
+        )
         return known
 
     def _try(self, run: Callable[[], Tensor]) -> Captured | None:

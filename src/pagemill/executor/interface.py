@@ -49,7 +49,6 @@ class ExecutorFacts:
     kv: the format in which K and V are stored.
     streams: the tiers, "host" and "disk", in which attention can read frames outside the pool.
     compacts: True if attention gains from frames that are neighbours.
-    locks_pages: True if host memory must be page-locked to be copied by the device itself.
     quantization: how linear layers are held, as `EngineConfig` names it; None: in one dtype.
     description: family, device, weights and kernels, for people.
     drafts: what the device can draft; None: nothing.
@@ -73,7 +72,6 @@ class ExecutorFacts:
     kv: KVFormat
     streams: tuple[str, ...]
     compacts: bool
-    locks_pages: bool
     description: str
     quantization: str | None = None
     drafts: DraftFacts | None = None
@@ -87,6 +85,14 @@ class ExecutorMemory(NamedTuple):
 
     free: int
     total: int
+
+
+class GraphFacts(NamedTuple):
+    """Counts the decode steps that are captured as graphs, and the bytes that these take on the device, of several on
+    each."""
+
+    number: int
+    nbytes: int
 
 
 class AdapterFacts(NamedTuple):
@@ -129,6 +135,13 @@ class Executor(Protocol):
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
         """Makes the KV pool, once, with streamed frames beside it, in host memory or in a file in that folder. Returns
         the number of the first streamed frame. Raises KVMemoryError or KVStoreError."""
+
+    def warm_up(self) -> str:
+        """Does once, before the first step, what would hold up the steps that need it first, as compiling kernels. May
+        take minutes, and logs how far it is. Returns what was done, in words for people; nothing if there was nothing
+        to do. Raises EngineDeadError."""
+
+    def graphs(self) -> GraphFacts: ...
 
     def prepare(self, params: SamplingParams, root: bytes) -> bool:
         """Begins to prepare what sampling by these parameters needs, beside the steps, for the namespace whose chains

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from pagemill.config import EngineConfig
-from pagemill.executor.activation_peak import LargestStep
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import CudaDevice, Device
 from pagemill.executor.gpu_executor import GpuExecutor
@@ -20,6 +19,7 @@ from pagemill.executor.record_parts import RecordParts
 from pagemill.executor.share import Progress, Share, frame_shape, load_share
 from pagemill.executor.tensor_parallel import TensorParallelExecutor
 from pagemill.executor.tensor_parallel_gpu import TensorParallelGpuExecutor
+from pagemill.executor.trial_steps import LargestStep
 from pagemill.kvcache.layout import FrameShape, KVLayout
 from pagemill.machine import usable_cores
 from pagemill.models.loading.adapter import AdapterLoader
@@ -66,15 +66,18 @@ def open_executor(
     )
     if device is None:
         return LocalExecutor(*common, share.mapped_bytes)
-    return GpuExecutor(device, *common, config.enforce_eager, _largest_step(config, facts.max_model_len))
+    largest, measures = _largest_step(config, facts.max_model_len), _measures(config)
+    return GpuExecutor(device, *common, largest=largest, measures=measures, enforce_eager=config.enforce_eager)
 
 
-def _largest_step(config: EngineConfig, max_model_len: int) -> LargestStep | None:
-    """Returns the step whose memory the pool has to leave; None where the pool's own size is given."""
-    if config.kv_memory is not None or config.kv_cache_memory_bytes is not None:
-        return None
-    tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
-    return LargestStep(tokens, config.max_num_seqs if config.speculative_config is None else tokens)
+def _largest_step(config: EngineConfig, max_model_len: int) -> LargestStep:
+    tokens, rows = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len), config.max_num_seqs
+    return LargestStep(tokens, rows if config.speculative_config is None else tokens, rows)
+
+
+def _measures(config: EngineConfig) -> bool:
+    """Returns whether the pool has to leave what steps need: its own size is not given."""
+    return config.kv_memory is None and config.kv_cache_memory_bytes is None
 
 
 def _open_ranks(
@@ -124,8 +127,14 @@ def _over_ranks(
     if device is None:
         return TensorParallelExecutor(*common, size * share.mapped_bytes)
     assert ranks.group is not None
-    largest = _largest_step(config, facts.max_model_len)
-    return TensorParallelGpuExecutor(*common, device, ranks.group, config.enforce_eager, largest)
+    return TensorParallelGpuExecutor(
+        *common,
+        device,
+        ranks.group,
+        largest=_largest_step(config, facts.max_model_len),
+        measures=_measures(config),
+        enforce_eager=config.enforce_eager,
+    )
 
 
 def _streaming_to(facts: ExecutorFacts, layout: KVLayout, ranks: int = 1) -> ExecutorFacts:
@@ -160,7 +169,6 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
         kv=kv,
         streams=("host", "disk") if on_cpu else (),
         compacts=on_cpu,
-        locks_pages=not on_cpu,
         quantization=model.quantization,
         description=(
             f"{spec.family} on {backend.device}, weights {weights}, kernels "

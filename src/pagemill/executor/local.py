@@ -18,7 +18,7 @@ from torch import Tensor
 from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.executor.backend import Backend
 from pagemill.executor.draft_source import DraftSource
-from pagemill.executor.interface import AdapterFacts, ExecutorFacts, StepHandle
+from pagemill.executor.interface import AdapterFacts, ExecutorFacts, GraphFacts, StepHandle
 from pagemill.executor.verification import Choose, Verified, verify
 from pagemill.executor.worker import Worker
 from pagemill.kvcache.device_streams import DeviceStreams
@@ -66,6 +66,13 @@ class LocalExecutor(Worker):
         if self.draft is not None:
             self.draft.begin(self.pool, self.rows, self.sampler)
         return first_streamed
+
+    def warm_up(self) -> str:
+        """Does nothing: kernels are compiled, and no steps are captured."""
+        return ""
+
+    def graphs(self) -> GraphFacts:
+        return GraphFacts(0, 0)
 
     def prepare(self, params: SamplingParams, root: bytes) -> bool:
         return self.sampler.prepare(params, root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch import Tensor
 
 TIMEOUT_S = 300.0
 """A rank that has not come to a collective after so long counts as lost."""
+ABORT_S = 2.0
 _HOST = "127.0.0.1"
 _dist: Any = torch.distributed
 """Its stubs leave out what has no place in the default group."""
@@ -57,6 +59,8 @@ class GroupExchange:
         self.size = size
         self._transport = transport
         self._backend: Any = None
+        self._beginning = threading.Lock()
+        self._aborting: threading.Thread | None = None
         self._group: Any = None
 
     def connect(self, store: Any) -> None:
@@ -95,10 +99,18 @@ class GroupExchange:
 
     def abort(self) -> None:
         """Ends the collectives under way, on this side, and all later ones: they raise, or bring nothing. Any thread
-        may call it."""
-        if self._backend is not None:
-            with suppress(RuntimeError):  # gloo's may not know how, and ends with its peers
-                self._backend.abort()
+        may call it, also one that holds graphs with collectives in them: NCCL ends these at once, but returns only when
+        the graphs are gone. So it is waited for no longer than ABORT_S."""
+        with self._beginning:
+            if self._aborting is None and self._backend is not None:
+                self._aborting = threading.Thread(target=self._abort, daemon=True, name="end of the group")
+                self._aborting.start()
+        if self._aborting is not None:
+            self._aborting.join(ABORT_S)
+
+    def _abort(self) -> None:
+        with suppress(RuntimeError):  # gloo's may not know how, and ends with its peers
+            self._backend.abort()
 
     def _gloo(self, store: Any) -> Any:
         options = _dist.ProcessGroupGloo._Options()  # noqa: SLF001

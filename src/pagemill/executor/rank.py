@@ -34,6 +34,7 @@ from pagemill.executor.rank_devices import config_of_rank
 from pagemill.executor.rank_messages import (
     Allocate,
     Captured,
+    Compile,
     Connect,
     DeviceLogits,
     DeviceStep,
@@ -188,7 +189,7 @@ def _do(worker: Worker, message: Any) -> Any:
         case Logits():
             worker.decoder.logits(message.states)
             return NO_ANSWER
-        case DeviceStep() | DeviceLogits() | Measure():
+        case DeviceStep() | DeviceLogits() | Measure() | Compile():
             assert isinstance(worker, DeviceWorker)
             worker.do(message)
             return NO_ANSWER

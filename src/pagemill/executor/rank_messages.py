@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.config import EngineConfig
-from pagemill.executor.activation_peak import LargestStep
 from pagemill.executor.graphs import Shape
 from pagemill.executor.process_group import Transport
 from pagemill.executor.staging import Place
+from pagemill.executor.trial_steps import LargestStep
 from pagemill.memory.work import MemoryWork
 
 Ints = NDArray[np.int32]
@@ -96,6 +96,12 @@ class Captured(NamedTuple):
 
 class Measure(NamedTuple):
     """Measures what the largest step needs beside the pool, together with rank 0."""
+
+    largest: LargestStep
+
+
+class Compile(NamedTuple):
+    """Runs steps that have kernels compiled, together with rank 0."""
 
     largest: LargestStep
 

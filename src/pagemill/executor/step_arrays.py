@@ -19,6 +19,14 @@ def step_arrays(plan: StepPlan, written: NDArray[np.int64], choices: Choices) ->
     return [plan.rows, plan.starts, query_start, last, written, *choices]
 
 
+def nobodys_arrays(size: int, nobody: int, nowhere: int) -> list[Array]:
+    """Returns the arrays of a decode step of `size` rows that are all `nobody`'s: as `padded_arrays` gives them for a
+    plan without rows."""
+    rows, last = np.full(size, nobody, np.int32), np.arange(size)
+    starts, query_start = np.zeros(size, np.int32), np.zeros(size + 1, np.int32)
+    return [rows, starts, query_start, last, np.full(size, nowhere), *Choices.argmax(size)]
+
+
 def padded_arrays(
     plan: StepPlan, written: NDArray[np.int64], choices: Choices, size: int, nobody: int, nowhere: int
 ) -> list[Array]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from pagemill.errors import EngineDeadError
-from pagemill.executor.activation_peak import LargestStep
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_steps import Together
@@ -21,11 +20,12 @@ from pagemill.executor.gpu_executor import Flight, GpuExecutor
 from pagemill.executor.graphs import Shape
 from pagemill.executor.interface import ExecutorFacts, ExecutorMemory
 from pagemill.executor.local import LocalExecutor
-from pagemill.executor.rank_messages import Captured, DeviceLogits, DeviceStep, Measure, Memory
+from pagemill.executor.rank_messages import Captured, Compile, DeviceLogits, DeviceStep, Measure, Memory
 from pagemill.executor.ranks import Ranks
 from pagemill.executor.record_parts import RecordParts
 from pagemill.executor.staging import Place, Slot
 from pagemill.executor.tensor_parallel import TensorParallelExecutor
+from pagemill.executor.trial_steps import LargestStep
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
@@ -50,21 +50,28 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
         parts: RecordParts,
         device: Device,
         exchange: SummingExchange,
+        *,
+        largest: LargestStep,
+        measures: bool,
         enforce_eager: bool,
-        largest_step: LargestStep | None,
     ) -> None:
         self.ranks = ranks
         self._parts = parts
         self._exchange = exchange
         GpuExecutor.__init__(
             self, device, decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters,
-            enforce_eager=enforce_eager, largest_step=largest_step, together=Together(exchange, self._agree),
+            largest=largest, measures=measures, enforce_eager=enforce_eager, together=Together(exchange, self._agree),
         )  # fmt: skip
 
-    def measure(self, largest: LargestStep) -> None:
+    def measure(self) -> None:
         with self.ranks.waiting():
-            self.ranks.send(Measure(largest))
-            super().measure(largest)
+            self.ranks.send(Measure(self._largest))
+            super().measure()
+
+    def compile(self) -> None:
+        with self._together():
+            self.ranks.send(Compile(self._largest))
+            super().compile()
 
     def memory(self) -> ExecutorMemory:
         """Returns the memory of all devices, of which each has as much as the one with the least."""
@@ -111,6 +118,9 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
     def _together(self) -> Iterator[None]:
         with self.ranks.waiting(), super()._together():
             yield
+
+    def _give_memory_up(self) -> None:
+        """Keeps graphs: all ranks have them, or none."""
 
     def _lost(self, error: Exception) -> EngineDeadError | None:
         try:

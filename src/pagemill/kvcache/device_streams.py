@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.pages import HUGE, private_memory
+from pagemill.kvcache.sizing import host_memory
 
 
 class Event(Protocol):
@@ -92,35 +93,26 @@ class CudaStreams:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def pinned_whole(self, nbytes: int) -> Tensor:
+        free, _ = host_memory()
         try:
             memory = np.frombuffer(private_memory(nbytes, HUGE), dtype=np.uint8)
-        except (OSError, OverflowError, ValueError) as error:
-            raise _not_pinned(nbytes, error) from error
-        with torch.cuda.device(self.where):
-            pin(memory)
+            with torch.cuda.device(self.where):
+                error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, nbytes, 0)  # type: ignore[no-untyped-call]
+            if int(error) != 0:
+                raise MemoryError(f"{error}")
+        except (MemoryError, OSError, OverflowError, ValueError) as error:
+            raise KVMemoryError(
+                f"{nbytes} bytes of host memory, of {free} that are free, cannot be pinned for contexts longer than "
+                f"the KV pool: {error}; raise kv_memory, or lower max_model_len",
+                param="kv_host_memory",
+            ) from error
         tensor = torch.from_numpy(memory)
-        weakref.finalize(tensor.untyped_storage(), unpin, memory)
+        weakref.finalize(tensor.untyped_storage(), _unpin, memory)
         return tensor
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def pin(memory: NDArray[np.uint8]) -> None:
-    """Locks memory's pages, so that GPUs copy to and from it by themselves. Raises KVMemoryError."""
-    error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(error) != 0:
-        raise _not_pinned(memory.nbytes, error)
-
-
-def unpin(memory: NDArray[np.uint8]) -> None:
-    """Unlocks pinned memory; it must be called before that ends."""
+def _unpin(memory: NDArray[np.uint8]) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
-
-
-def _not_pinned(nbytes: int, error: object) -> KVMemoryError:
-    return KVMemoryError(
-        f"{nbytes} bytes of host memory cannot be pinned: {error}; lower kv_host_memory, and max_model_len if contexts "
-        "longer than the pool need it",
-        param="kv_host_memory",
-    )

@@ -112,6 +112,10 @@ class DiskStore:
     def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
         return [slot is not None for slot in self._index.slots(blocks)]
 
+    def follow(self, group: int, most: int) -> Iterator[dict[bytes, bool]]:
+        """Implements `FollowedStore.follow`; what other processes do counts as soon as they have done it."""
+        return self._index.follow(group, most)
+
     def num_blocks(self) -> int:
         return self._index.num_blocks()
 

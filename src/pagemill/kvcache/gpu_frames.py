@@ -8,6 +8,7 @@ and go to their frames together. Torch keeps it for the next ones once nobody ho
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from pagemill.errors import KVStoreError
 from pagemill.kvcache.device_streams import DeviceStreams, Event
 from pagemill.kvcache.frame_access import Places, Reading
 from pagemill.kvcache.frames import not_allocated
+
+logger = logging.getLogger(__name__)
 
 SNAPSHOTS = 4
 """The most readings whose blocks lie on the device a second time, until the bus has taken them."""
@@ -89,8 +93,12 @@ class GpuFrames:
             while waiting and (len(waiting) >= SNAPSHOTS or waiting[0].arrived.query()):
                 waiting[0].arrived.synchronize()  # before its memory is another's
                 waiting.popleft()
+            try:
+                host = self._pinned(len(frames) * self.bytes[:, 0].numel())
+            except KVStoreError as error:
+                logger.warning("%s", error)
+                return Reading(np.zeros((len(frames), self.bytes[:, 0].numel()), np.uint8), [False] * len(frames))
             records = self._words().transpose(0, 1).index_select(0, self._upload(list(frames)))
-            host = self._streams.pinned(records.nbytes)
             self._saves.wait_event(self._streams.compute.record_event())
             with self._streams.use(self._saves):
                 self._streams.copy(records.view(-1).view(torch.uint8), host)
@@ -123,17 +131,16 @@ class GpuFrames:
     @contextmanager
     def write(self, frames: Sequence[int], after: Event | None = None) -> Iterator[Places]:
         """Gives places in pinned memory, which the GPU copies to the frames beside computations: they follow where
-        `follow_writes` says so. Raises IndexError for frames that do not exist."""
+        `follow_writes` says so. Raises IndexError for frames that do not exist, and KVStoreError where there is no such
+        memory."""
         if not len(frames):
             yield []
             return
         self._check(frames)
         pieces, _, piece_bytes = self.bytes.shape
         head = -(-8 * len(frames) // WIDEST) * WIDEST
-        with self._writing:
-            while self._coming and (len(self._coming) >= STAGED or self._coming[0].query()):
-                self._coming.popleft().synchronize()
-        host = self._streams.pinned(head + len(frames) * pieces * piece_bytes)
+        self._wait_for_room()
+        host = self._pinned(head + len(frames) * pieces * piece_bytes)
         yield host.numpy()[head:].reshape(len(frames), pieces, piece_bytes)
         host.numpy()[: 8 * len(frames)].view(np.int64)[:] = frames
         with self._writing:
@@ -142,6 +149,26 @@ class GpuFrames:
             finally:
                 self._written = self._loads.record_event()
                 self._coming.append(self._written)
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        """Returns pinned memory for records. Raises KVStoreError where the system gives no more of it, as within a
+        limit of WSL or of a container."""
+        try:
+            return self._streams.pinned(nbytes)
+        except RuntimeError as error:
+            raise KVStoreError(f"{nbytes} bytes of host memory cannot be pinned for blocks: {error}") from error
+
+    def _wait_for_room(self) -> None:
+        """Waits until fewer than STAGED writings are under way. Holds nothing meanwhile that computations need: these
+        may have to come first."""
+        while True:
+            with self._writing:
+                while self._coming and self._coming[0].query():
+                    self._coming.popleft()
+                oldest = self._coming[0] if len(self._coming) >= STAGED else None
+            if oldest is None:
+                return
+            oldest.synchronize()
 
     def _put(self, frames: Sequence[int], host: Tensor, head: int, after: Event | None) -> None:
         """Copies records, behind `head` bytes that begin with the frames' numbers, to their frames."""

@@ -19,7 +19,6 @@ import zstandard
 from numpy.typing import NDArray
 
 from pagemill.errors import KVMemoryError
-from pagemill.kvcache.device_streams import pin, unpin
 from pagemill.kvcache.frame_access import Places, Records
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.pages import NOT_HUGE, private_memory
@@ -121,17 +120,13 @@ class HostTier(ABC, Generic[Content]):
 class HostStore(HostTier[NDArray[np.uint8]]):
     """Implements `OffloadStore` for `capacity` blocks. Thread-safe.
 
-    pinned: in memory that GPUs copy to and from by themselves.
     Raises KVMemoryError if the memory cannot be had.
     """
 
-    def __init__(self, capacity: int, record_bytes: int, pinned: bool = False) -> None:
+    def __init__(self, capacity: int, record_bytes: int) -> None:
         super().__init__(capacity)
         self.capacity = capacity
         self._arena = _arena(capacity, record_bytes)
-        self._pinned = pinned
-        if pinned:
-            pin(self._arena)
         self._free = list(self._arena[::-1])
         self._turn = threading.Condition(self._lock)
         self._readers, self._writing = 0, False
@@ -187,9 +182,7 @@ class HostStore(HostTier[NDArray[np.uint8]]):
         return 1
 
     def close(self) -> None:
-        """Unlocks the memory. Nothing may be read or written any more."""
-        if self._pinned:
-            unpin(self._arena)
+        """Does nothing: the memory goes with the object."""
 
 
 class CompressedStore(HostTier[bytes]):

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
@@ -63,6 +63,15 @@ class OffloadStore(Protocol):
         """Returns the names of the blocks that it holds; if these end with the process, those used last first."""
 
     def close(self) -> None: ...
+
+
+class FollowedStore(OffloadStore, Protocol):
+    """An `OffloadStore` whose blocks outlive the process, and may be others' too."""
+
+    def follow(self, group: int, most: int) -> Iterator[dict[bytes, bool]]:
+        """Gives, page by page and without end, the digests of a layer group's blocks that are held (True), and of those
+        that are no more (False): first all that the store has, `most` at a time, then what changes; an empty page where
+        there is nothing to tell now. Raises KVStoreError, and has ended then."""
 
 
 class RemoteStore(Protocol):

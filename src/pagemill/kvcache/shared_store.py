@@ -71,6 +71,8 @@ class SharedStore:
         self._known: dict[Block, BlockName] = {}
         self._order: dict[str, OrderedDict[Block, float]] = {}
         self._touched: dict[Block, float] = {}
+        self._changed: dict[Block, None] | None = None
+        """Blocks that have come or gone and are not told to who follows; None while nobody does."""
         self._lock = threading.RLock()
         self._closing, self._looked = threading.Event(), threading.Event()
         self._looks_fail = False
@@ -98,6 +100,16 @@ class SharedStore:
     def blocks_by_tenant(self) -> dict[str, int]:
         with self._lock:
             return {tenant: len(order) for tenant, order in self._order.items() if order}
+
+    def follow(self, group: int, most: int) -> Iterator[dict[bytes, bool]]:
+        """Implements `FollowedStore.follow`, for one caller; what other machines do counts from the next look on."""
+        with self._lock:
+            self._changed = dict.fromkeys(self._known)
+        while True:
+            with self._lock:
+                blocks = [self._changed.popitem()[0] for _ in range(min(most, len(self._changed)))]
+                page = {block[0]: block in self._known for block in blocks if block[1] == group}
+            yield page
 
     def look(self) -> None:
         """Tells other processes what was used since the last look, and finds out which blocks they have written and
@@ -290,12 +302,18 @@ class SharedStore:
             return self._latest_s
 
     def _learn(self, name: BlockName, used_s: float) -> None:
+        self._note_change(name[:2])
         self._known[name[:2]] = name
         self._order.setdefault(name.tenant, OrderedDict())[name[:2]] = used_s
 
     def _forget(self, block: Block) -> None:
         if (name := self._known.pop(block, None)) is not None:
             del self._order[name.tenant][block]
+            self._note_change(block)
+
+    def _note_change(self, block: Block) -> None:
+        if self._changed is not None:
+            self._changed[block] = None
 
     def _path(self, name: BlockName) -> Path:
         tenant = hashlib.sha256(name.tenant.encode()).hexdigest()[:24]

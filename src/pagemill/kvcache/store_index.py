@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from pagemill.errors import KVStoreError
@@ -23,9 +24,12 @@ BUSY_TIMEOUT_S = 30.0
 TICK_S = 1e-6
 """The difference between the times of use of blocks that were used together."""
 
-VERSION = 1
-"""The version of an index, its `user_version`. One of version 0 knows no tenants, and is brought up to date where it is
-opened: its blocks are the tenant "default"'s."""
+VERSION = 2
+"""The version of an index, its `user_version`. One of version 0 knows no tenants, one of version 1 keeps no changes;
+both are brought up to date where they are opened. Blocks of version 0 are the tenant "default"'s."""
+
+MOST_CHANGES = 1 << 16
+"""Changes that an index keeps for those who follow it, the last ones."""
 
 _TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
@@ -43,8 +47,20 @@ _TENANTS = (
     "UPDATE tenants SET blocks = blocks - 1 WHERE tenant = old.tenant; END",
     "DROP INDEX IF EXISTS blocks_by_use",
     "CREATE INDEX blocks_by_tenant ON blocks (tenant, used_s, depth DESC)",
-    f"PRAGMA user_version = {VERSION}",
+    "PRAGMA user_version = 1",
 )
+_NOTE_CHANGE = (
+    "INSERT INTO changes (digest, layer_group) VALUES ({row}.digest, {row}.layer_group); "
+    f"DELETE FROM changes WHERE number <= last_insert_rowid() - {MOST_CHANGES};"
+)
+_CHANGES = (
+    "CREATE TABLE changes (number INTEGER PRIMARY KEY, digest BLOB NOT NULL, layer_group INTEGER NOT NULL)",
+    f"CREATE TRIGGER came AFTER INSERT ON blocks BEGIN {_NOTE_CHANGE.format(row='new')} END",
+    f"CREATE TRIGGER went AFTER DELETE ON blocks BEGIN {_NOTE_CHANGE.format(row='old')} END",
+    "PRAGMA user_version = 2",
+)
+_UPDATES = (_TENANTS, _CHANGES)
+"""By version, what makes the next one of it."""
 
 _SOUND = """
 SELECT COUNT(*) FROM meta WHERE key = 'slots' AND typeof(value) = 'integer'
@@ -122,6 +138,29 @@ class StoreIndex:
         with self._reading() as lookup:
             return dict(lookup.execute("SELECT tenant, blocks FROM tenants WHERE blocks > 0"))
 
+    def follow(self, group: int, most: int) -> Iterator[dict[bytes, bool]]:
+        """Implements `FollowedStore.follow`. Blocks are listed in the order of their digests, and beside that changes
+        are read as they come, whoever makes them. Each page is true when it is read, and what changes later follows in
+        a later one. Who falls behind by more than MOST_CHANGES is not told of all that has gone."""
+        with self._reading() as lookup:
+            seen = lookup.execute("SELECT COALESCE(MAX(number), 0) FROM changes").fetchone()[0]
+        listed: bytes | None = b""
+        while True:
+            with self._reading() as lookup:
+                query = (
+                    "SELECT number, c.digest, c.layer_group, slot FROM changes AS c LEFT JOIN blocks USING (digest, "
+                    "layer_group) WHERE number > ? ORDER BY number LIMIT ?"
+                )
+                changes = lookup.execute(query, (seen, most)).fetchall()
+                page = {digest: slot is not None for _, digest, its_group, slot in changes if its_group == group}
+                seen = changes[-1][0] if changes else seen
+                if listed is not None and len(changes) < most:
+                    query = "SELECT digest FROM blocks WHERE digest > ? AND layer_group = ? ORDER BY digest LIMIT ?"
+                    more = [digest for (digest,) in lookup.execute(query, (listed, group, most - len(changes)))]
+                    page |= dict.fromkeys(more, True)
+                    listed = more[-1] if len(more) == most - len(changes) else None
+            yield page
+
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Notes, with the next transaction, that blocks (digest, group) were used just now, the first of them last."""
         last = time.time() + len(blocks) * TICK_S
@@ -194,7 +233,7 @@ class StoreIndex:
         self._db.execute("PRAGMA synchronous = NORMAL")
         with self.transaction() as db:
             if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
-                for statement in (*_TABLES, *_TENANTS):
+                for statement in chain(_TABLES, *_UPDATES):
                     db.execute(statement)
                 db.execute("INSERT INTO meta VALUES ('format', ?), ('slots', 0)", (self._format.to_json(),))
                 self._recover(db)
@@ -203,8 +242,8 @@ class StoreIndex:
                     f"the index of the KV store {self._folder} has version {version}, and this pagemill reads versions "
                     f"up to {VERSION}; use a newer one, or remove the folder"
                 )
-            elif version < VERSION:
-                for statement in _TENANTS:
+            else:
+                for statement in chain(*_UPDATES[version:]):
                     db.execute(statement)
         if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("its pages are damaged")

@@ -156,7 +156,10 @@ class StreamingGpuFrames(GpuFrames):
             reading.wait()
             records[within] = reading.records
 
-        return Reading(records, [True] * len(frames), wait)
+        whole = [True] * len(frames)
+        for at, here in zip(within, reading.whole, strict=True):
+            whole[at] = here
+        return Reading(records, whole, wait)
 
     @contextmanager
     def write(self, frames: Sequence[int], after: Event | None = None) -> Iterator[Places]:

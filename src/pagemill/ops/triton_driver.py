@@ -12,7 +12,10 @@ def triton_refusal() -> str | None:
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is missing; install triton"
-    from triton import knobs
+    try:
+        from triton import knobs
+    except ImportError:  # before 3.4
+        return "this Triton is too old; install triton 3.6 or newer"
     from triton.runtime import driver
 
     if knobs.runtime.interpret:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,8 +28,14 @@ OUTPUT_LEN = 256
 """More tokens than a row generates until its point is measured."""
 DECODE_STEPS = 40
 PROMPT_STEPS = 2
-"""Steps of each kind at a point. The first one after a prompt is longer than the others: many of these keep that in
-proportion."""
+"""Steps of a point that only generate, and that take in a prompt of each length. Prompts come between the others, as
+they do where requests are served: right behind one another they take less, since what only they use is in the caches.
+"""
+
+TRIES = 3
+"""How often a point is measured until enough of its steps had the machine for themselves."""
+ENOUGH_ALONE = 0.5
+"""Share of a point's steps that are enough."""
 
 
 class Point(NamedTuple):
@@ -51,6 +57,11 @@ class Calibration:
     @property
     def errors(self) -> list[FitError]:
         return fit_errors(self.steps, self.roofline)
+
+    @property
+    def disturbed(self) -> float:
+        """Returns the share of the steps during which something else ran on the machine."""
+        return sum(not step.alone for step in self.steps) / len(self.steps)
 
     def save(self, path: Path, name: str) -> None:
         """Writes the device in the form of `devices.json`."""
@@ -98,14 +109,14 @@ class StepFile:
         """Takes in a line, unless it was cut off in the middle of writing."""
         try:
             found = json.loads(line)
-            steps = [MeasuredStep(StepWork(*work), seconds, own_s) for work, seconds, own_s in found["steps"]]
+            steps = [MeasuredStep(StepWork(*work), *rest) for work, *rest in found["steps"]]
             self.points[Point(*found["point"])] = steps
         except (ValueError, KeyError, TypeError):
             return
 
     def add(self, point: Point, steps: list[MeasuredStep]) -> None:
         self.points[point] = steps
-        rows = [[step.work, step.seconds, step.own_s] for step in steps]
+        rows = [[step.work, step.seconds, step.own_s, step.alone] for step in steps]
         with self._path.open("a") as file:
             file.write(json.dumps({"point": point, "steps": rows}) + "\n")
 
@@ -117,32 +128,48 @@ def measure(engine: RealEngine, points: list[Point], kept: StepFile, progress: C
     if left:
         _measure_point(engine, left[0])  # warms up
     for number, point in enumerate(left, start=len(points) - len(left) + 1):
-        kept.add(point, _measure_point(engine, point))
+        kept.add(point, _measure_alone(engine, point))
         progress(number)
 
 
+def _measure_alone(engine: RealEngine, point: Point) -> list[MeasuredStep]:
+    """Returns the steps of a point that had the machine for themselves, of several tries if need be.
+
+    Where even these had hardly any, all steps of the last one.
+    """
+    alone: list[MeasuredStep] = []
+    steps: list[MeasuredStep] = []
+    for _ in range(TRIES):
+        steps = _measure_point(engine, point)
+        alone += [step for step in steps if step.alone]
+        if len(alone) >= ENOUGH_ALONE * len(steps):
+            return alone
+    return steps
+
+
 def _measure_point(engine: RealEngine, point: Point) -> list[MeasuredStep]:
-    """Returns all steps of computing the contexts, of generating at them, and of prompts beside that."""
+    """Returns all steps of computing the contexts, and of generating at them with prompts in between."""
     engine.steps.clear()
     live = {engine.add(engine.prompt(point.context), OUTPUT_LEN) for _ in range(point.rows)}
     started: set[str] = set()
     while started != live:
         started |= {request_id for request_id, _ in engine.step()}
-    for _ in range(DECODE_STEPS):
-        engine.step()
     budget = engine.core.config.max_num_batched_tokens - point.rows
-    for length in _prompts_within(budget):
-        for _ in range(PROMPT_STEPS):
-            engine.add(engine.prompt(length), 1)
-            engine.step()
+    prompts = [length for length in PROMPTS if length <= budget for _ in range(PROMPT_STEPS)]
+    for length in prompts:
+        _generate(engine, DECODE_STEPS // len(prompts))
+        engine.add(engine.prompt(length), 1)
+        engine.step()
+    _generate(engine, DECODE_STEPS % len(prompts) if prompts else DECODE_STEPS)
     engine.core.abort(live)
     while engine.core.has_work():
         engine.step()
     return [*engine.steps]
 
 
-def _prompts_within(budget: int) -> Iterator[int]:
-    return (length for length in PROMPTS if length <= budget)
+def _generate(engine: RealEngine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step()
 
 
 def calibrate(
@@ -192,9 +219,10 @@ def calibrate(
     device = fit_device(steps, _like(engine, machine), engine.shape, dtype, kv_dtype)
     calibration = Calibration(device, Roofline(device, engine.shape, dtype, kv_dtype), steps)
     everything = calibration.errors[-1]
+    disturbed = f" ({calibration.disturbed:.0%} of them while something else ran)" if calibration.disturbed else ""
     fitted = (
-        f"fitted to {len(steps)} steps of {config.model} in {dtype} on {datetime.now(timezone.utc):%Y-%m-%d}, by the "
-        f"{clock} clock: "
+        f"fitted to {len(steps)} steps{disturbed} of {config.model} in {dtype} on "
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, by the {clock} clock: "
         f"median error {everything.median:+.1%}, 90 % of the steps within {everything.p90:.0%}, sum of all "
         f"{everything.total:+.1%}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -13,6 +13,7 @@ from pagemill.engine.messages import EngineRequest
 from pagemill.executor.interface import StepHandle
 from pagemill.executor.load import open_executor
 from pagemill.planner.model_shape import shape_of
+from pagemill.planner.other_work import OtherWork
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.simulate.device_fit import MeasuredStep
@@ -26,9 +27,19 @@ if TYPE_CHECKING:
 WORDS = 1000
 """Random prompts are of the vocabulary's first so many tokens, if it has as many."""
 
+LOOK_S = 0.25
+"""Seconds after which it is looked anew whether something else runs on the machine."""
+OTHERS = 0.04
+"""Share of the processors from which on something else does."""
+
 
 class WallClock:
-    """Counts the seconds since it was made."""
+    """Counts the seconds since it was made.
+
+    counts_others: whether other work on the machine makes what it counts longer.
+    """
+
+    counts_others = True
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -45,6 +56,8 @@ class CpuClock(WallClock):
 
     That is what a single thread takes on a machine that serves others too, without the time in their queue.
     """
+
+    counts_others = False
 
     def __init__(self) -> None:
         self._start = time.process_time()
@@ -87,12 +100,20 @@ class _TimedExecutor:
         return result
 
 
+class _Noted(NamedTuple):
+    """Is a step as it is noted while others wait to be run: what it did is counted later."""
+
+    plan: StepPlan
+    seconds: float
+    own_s: float
+
+
 class RealEngine:
     """Runs an engine's core in this process, without a front end.
 
     clock: makes clocks; all times are by them.
 
-    steps: what each step did, and its seconds by the clock.
+    disturbed: seconds of the last `serve`, from and to, in which something else ran on the machine.
     shape, kv_shape: of the model, and of its K/V. dtype: of the weights, where these are not quantized.
     """
 
@@ -100,7 +121,7 @@ class RealEngine:
         self,
         config: EngineConfig,
         progress: Callable[[int, int], None] | None = None,
-        clock: Callable[[], WallClock] = WallClock,
+        clock: type[WallClock] = WallClock,
     ) -> None:
         executor = open_executor(config, progress)
         self._clock = clock
@@ -121,7 +142,27 @@ class RealEngine:
         self._draw = random.Random(0)
         self._requests = 0
         self._intake_s = 0.0
-        self.steps: list[MeasuredStep] = []
+        self._steps: list[MeasuredStep] = []
+        self._noted: list[_Noted] = []
+        self._looks: list[tuple[int, bool]] = []
+        """How many of these had been noted at each look, and whether the steps before it had run alone."""
+        # Ranks are processes of their own, and would count as others.
+        self._others = OtherWork() if clock.counts_others and config.tensor_parallel_size == 1 else None
+        self._looked_s = time.perf_counter()
+        self._alone = True
+        self._served_s = 0.0
+        self.disturbed: list[tuple[float, float]] = []
+
+    @property
+    def steps(self) -> list[MeasuredStep]:
+        """What each step did, its seconds by the clock, and whether it had the machine for itself."""
+        self._look(LOOK_S / 2)  # a shorter look tells nothing
+        self._count_noted()
+        return self._steps
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps) + len(self._noted)
 
     def prompt(self, length: int) -> list[int]:
         """Returns a prompt of random tokens."""
@@ -150,12 +191,36 @@ class RealEngine:
         outputs = self.core.step()
         seconds = self._intake_s + clock.now()
         if (plan := self._timed.plan) is not None and len(plan.rows):
-            self.steps.append(MeasuredStep(work_of(plan, self._groups), seconds, seconds - self._timed.seconds))
+            self._noted.append(_Noted(plan, seconds, seconds - self._timed.seconds))
             self._intake_s = 0.0
+        self._look(LOOK_S)
         for output in outputs:
             if output.error is not None:
                 raise output.error.to_error()
         return [(output.request_id, output.finish_reason) for output in outputs]
+
+    def _look(self, after_s: float) -> None:
+        """Looks whether something else has run, if the last look was so long ago."""
+        now = time.perf_counter()
+        if self._others is None or now - self._looked_s < after_s:
+            return
+        share = self._others.look()
+        self._alone = share is None or share < OTHERS
+        if not self._alone:
+            self.disturbed.append((self._looked_s - self._served_s, now - self._served_s))
+        self._looks.append((len(self._noted), self._alone))
+        self._looked_s = now
+
+    def _count_noted(self) -> None:
+        """Counts the work of the steps that were noted. Those since the last look count as those before it."""
+        begin = 0
+        for end, alone in [*self._looks, (len(self._noted), self._alone)]:
+            for noted in self._noted[begin:end]:
+                work = work_of(noted.plan, self._groups)
+                self._steps.append(MeasuredStep(work, noted.seconds, noted.own_s, alone))
+            begin = end
+        self._noted.clear()
+        self._looks.clear()
 
     def serve(self, trace: Sequence[TracedRequest], progress: Callable[[int], None] = lambda ended: None) -> Replay:
         """Serves the trace by the clock, with prompts as the trace has them: equal where it says so.
@@ -168,6 +233,8 @@ class RealEngine:
         prompts = self._prompts(trace)
         waiting = list(zip(trace, prompts, strict=True))[::-1]
         ended = 0
+        self.disturbed.clear()
+        self._served_s = time.perf_counter()
         clock = self._clock()
         while waiting or self.core.has_work():
             while waiting and waiting[-1][0].arrival_s <= clock.now():
@@ -177,14 +244,15 @@ class RealEngine:
             if not self.core.has_work():
                 clock.wait(waiting[-1][0].arrival_s - clock.now())
                 continue
-            noted = len(self.steps)
+            noted = len(self._noted)
             outputs = self.step()
             now = clock.now()
-            for step in self.steps[noted:]:
+            for step in self._noted[noted:]:
+                rows = len(step.plan.rows)
                 outcome.steps += 1
                 outcome.busy_s += step.seconds
-                outcome.running_s += step.seconds * step.work.rows
-                outcome.most_running = max(outcome.most_running, step.work.rows)
+                outcome.running_s += step.seconds * rows
+                outcome.most_running = max(outcome.most_running, rows)
             for request_id, reason in outputs:
                 one = live[request_id]
                 one.num_tokens += 1
@@ -198,6 +266,7 @@ class RealEngine:
                     ended += 1
                     progress(ended)
         outcome.end_s = clock.now()
+        self._look(LOOK_S / 2)
         outcome.preemptions = self.core.stats().preemptions - before
         return outcome
 

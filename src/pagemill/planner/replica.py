@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from pagemill.memory.manager import MemoryManager
+from pagemill.planner.limits import Limits
 from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.engine import END_TOKEN
 from pagemill.simulate.lower_tier import LowerTier
 from pagemill.simulate.roofline import Roofline
-from pagemill.simulate.simulator import Replay, Served, replay
+from pagemill.simulate.simulator import Replay, Served, never, replay
 from pagemill.simulate.step_time import StepModel
 from pagemill.simulate.trace import TracedRequest
 
@@ -74,7 +75,7 @@ def latencies(served: Sequence[Served]) -> dict[str, float]:
 
 def _p99(seconds: Sequence[float]) -> float:
     """Returns the 99th percentile, infinite where one of the two between which it lies is."""
-    above = sorted(seconds)[math.ceil(0.99 * (len(seconds) - 1))]
+    above = sorted(seconds)[math.ceil(P99 * (len(seconds) - 1))]
     return math.inf if above == math.inf else float(np.percentile(seconds, 99))
 
 
@@ -109,6 +110,9 @@ class Trial:
     sequences held, likewise. short: share of that time in which a request waited for blocks. busy: share of the time
     in steps. cached: share of the prompts' tokens that were found. refused: requests that could never run.
     waiting_grows: True if more and more wait, so that no latency is steady.
+    most_rows: an upper bound on the rows that all that ran and waited at once would take.
+    cut: True if it was ended once so many requests had broken a limit that its p99 would have, whatever came. All else
+    is of what had ended until then.
     """
 
     rate: float
@@ -131,8 +135,11 @@ class Trial:
     refused: int
     timed_out: int
     waiting_grows: bool
+    most_rows: int
+    cut: bool = False
 
 
+P99 = 0.99
 WARM_UP = 1 / 3
 """Share of the time of arrivals whose requests are not counted: the replica fills up in it."""
 GROWTH = 0.02
@@ -141,13 +148,24 @@ FEW_WAIT = 10
 """Requests that may come to wait, and go, by chance."""
 
 
-def run_trial(roofline: Roofline, settings: Settings, trace: Sequence[TracedRequest], rate: float) -> Trial:
-    """Simulates a replica that serves the trace, which comes at this rate."""
+def run_trial(
+    roofline: Roofline,
+    settings: Settings,
+    trace: Sequence[TracedRequest],
+    rate: float,
+    limits: Limits | None = None,
+) -> Trial:
+    """Simulates a replica that serves the trace, which comes at this rate.
+
+    limits: given, the trial is cut once it is certain that its p99 breaks one.
+    """
+    # Compaction changes no table and no digest, and its copies take no simulated time: without it, the same is served.
     setup = Setup(
         roofline.kv_bytes,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         target_tpot_s=None,
+        kv_compaction="off",
     )
     host, link = settings.kv_host_memory, roofline.device.link_bytes_per_s
     memory = setup.memory(roofline, saves_evicted=host > 0)
@@ -158,26 +176,51 @@ def run_trial(roofline: Roofline, settings: Settings, trace: Sequence[TracedRequ
         tier = LowerTier(memory, int(host / block_bytes), block_bytes / speed)
     scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
     first = next(index for index, one in enumerate(trace) if one.arrival_s >= WARM_UP * trace[-1].arrival_s)
-    latest = -1
+    widest = max(one.num_sequences for one in trace)
+    latest, most_rows = -1, 0
     busy_s = held_s = running_s = short_s = 0.0
 
     def look(plan: StepPlan, seconds: float) -> None:
-        nonlocal latest, busy_s, held_s, running_s, short_s
+        nonlocal latest, most_rows, busy_s, held_s, running_s, short_s
+        batch = scheduler.state.batch
+        most_rows = max(most_rows, settings.max_num_seqs - batch.num_free + widest * scheduler.num_waiting)
         if scheduler.state.running:
             latest = max(latest, scheduler.state.running[-1].request.seed)
         if first <= latest < max(len(trace) - 1, first + 1):
             busy_s += seconds
             held_s += seconds * (1 - memory.num_available / memory.num_frames)
             running_s += seconds * scheduler.num_running
-            short_s += seconds * (scheduler.state.crowded and scheduler.state.batch.num_free > 0)
+            short_s += seconds * (scheduler.state.crowded and batch.num_free > 0)
 
-    outcome = replay(trace, scheduler, roofline, [look], tier=tier)
+    stops = never if limits is None else _Breaking(limits, trace[first].arrival_s, len(trace) - first)
+    outcome = replay(trace, scheduler, roofline, [look], tier=tier, stops=stops)
     counted_s = busy_s or math.inf
     shares = [part_s / counted_s for part_s in (running_s, held_s, short_s)]
-    return _trial(outcome, outcome.served[first:], shares, rate)
+    return _trial(outcome, outcome.served[first:], shares, rate, most_rows)
 
 
-def _trial(outcome: Replay, counted: Sequence[Served], shares: Sequence[float], rate: float) -> Trial:
+class _Breaking:
+    """Counts those of the counted requests that end beyond a limit, and says when they are too many for any p99."""
+
+    def __init__(self, limits: Limits, first_s: float, counted: int) -> None:
+        """first_s: arrival of the first request that is counted. counted: how many are."""
+        self._limits = limits
+        self._first_s = first_s
+        self._enough = counted - math.floor(P99 * (counted - 1))
+        self._late = self._slow = 0
+
+    def __call__(self, one: Served) -> bool:
+        """Takes in a request that has ended. Returns whether p99 breaks a limit however quickly all others end."""
+        if one.request.arrival_s < self._first_s:
+            return False
+        limits = self._limits
+        late = one.first_token_s is None or (limits.ttft_p99_s is not None and one.ttft_s > limits.ttft_p99_s)
+        self._late += late
+        self._slow += one.timed_out or (one.tpot_s or 0.0) > limits.tpot_p99_s
+        return max(self._late, self._slow) >= self._enough
+
+
+def _trial(outcome: Replay, counted: Sequence[Served], shares: Sequence[float], rate: float, most_rows: int) -> Trial:
     running, pool, short = shares
     prompts = sum(one.request.prompt_len for one in counted) or 1
     return Trial(
@@ -198,6 +241,8 @@ def _trial(outcome: Replay, counted: Sequence[Served], shares: Sequence[float], 
         refused=sum(one.refused for one in outcome.served),
         timed_out=sum(one.timed_out for one in counted),
         waiting_grows=_waiting_grows(counted),
+        most_rows=most_rows,
+        cut=outcome.stopped,
     )
 
 

@@ -17,6 +17,8 @@ GAIN = 1.03
 """Another value of a setting is taken if a replica holds so many times the rate with it."""
 CHECK_TIMES = 2
 """A replica at its share is simulated with so many times the requests: p99 of the search's own are rough."""
+NEAR = 1.2
+"""A trial at up to so many times a rate that holds is not cut: it is likely to be the one that says what binds."""
 SCALING = 0.8
 """Share of the expected rate with which a search begins."""
 MEMORY_FULL = 0.9
@@ -128,7 +130,7 @@ def make_plan(
             before = sizes[-1]
             likely = (before.capacity or 0.0) * ranks / before.settings.ranks
             size = search.with_settings(replace(chosen, ranks=ranks), SCALING * likely)
-        sizes.append(size)
+        sizes.append(search.complete(size))
         if size.capacity is None:
             refused[ranks] = _why_not(size, limits)
     options = [_option(size, load, limits, device.price_per_hour, report) for size in sizes if size.capacity]
@@ -243,17 +245,48 @@ class _Search:
         return find_capacity(lambda rate: self._holds(settings, rate), first, first / 2**6, most)
 
     def _holds(self, settings: Settings, rate: float) -> bool:
-        for one, trial in self._trials:
-            if one == settings and trial.rate == rate:
-                return _holds(trial, self._limits)
-        self._report(f"{settings}: {rate:.3g} requests/s")
-        trial = run_trial(self._make(settings), settings, self._load.requests(rate, self._limits), rate)
-        self._trials.append((settings, trial))
+        trial = self._known(settings, rate)
+        if trial is None:
+            self._report(f"{settings}: {rate:.3g} requests/s")
+            trial = self._run(settings, rate, None if self._is_near(settings, rate) else self._limits)
+            self._trials.append((settings, trial))
         return _holds(trial, self._limits)
+
+    def _is_near(self, settings: Settings, rate: float) -> bool:
+        held = (trial.rate for one, trial in self._trials if one == settings and _holds(trial, self._limits))
+        return any(rate <= NEAR * other for other in held)
+
+    def _run(self, settings: Settings, rate: float, limits: Limits | None) -> Trial:
+        return run_trial(self._make(settings), settings, self._load.requests(rate, self._limits), rate, limits)
+
+    def _known(self, settings: Settings, rate: float) -> Trial | None:
+        """Returns the trial of these settings at this rate, or that of others that came out alike; None without any.
+
+        Where all that ran and waited would have had rows, a larger `max_num_seqs` makes no difference.
+        """
+        for one, trial in self._trials:
+            if trial.rate == rate and replace(one, max_num_seqs=settings.max_num_seqs) == settings:
+                if one == settings:
+                    return trial
+                if not trial.refused and trial.most_rows <= min(one.max_num_seqs, settings.max_num_seqs):
+                    self._trials.append((settings, trial))
+                    return trial
+        return None
+
+    def complete(self, size: Size) -> Size:
+        """Returns a size with its lowest trial that did not hold as a whole, where that was cut: it says what binds."""
+        trial = next((one for one in size.own_trials if not _holds(one, self._limits)), None)
+        if trial is not None and trial.cut:
+            self._report(f"{size.settings}: {trial.rate:.3g} requests/s")
+            self._trials[self._trials.index((size.settings, trial))] = (
+                size.settings,
+                self._run(size.settings, trial.rate, None),
+            )
+        return size
 
 
 def _holds(trial: Trial, limits: Limits) -> bool:
-    steady = trial.refused == 0 and not trial.waiting_grows
+    steady = trial.refused == 0 and not trial.waiting_grows and not trial.cut
     return steady and limits.hold({"tpot_p99_s": trial.tpot_p99_s, "ttft_p99_s": trial.ttft_p99_s})
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pagemill.memory.manager import Opened
 from pagemill.scheduling import preemption
-from pagemill.scheduling.forecast import Forecast, Growing
+from pagemill.scheduling.forecast import Forecast, Growing, surely_fits
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.tenancy import TenantState
@@ -193,14 +193,25 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
     step = state.batch.steps
     if state.refused is not None and state.refused[0] is sequence and step < state.refused[1]:
         return False
-    running = [_growing(state, one) for one in state.running]
     available = memory.available(tenant.account)
+    most = sequence.num_rows * _most_blocks(state, sequence) + sum(_most_blocks(state, one) for one in state.running)
+    if surely_fits(demand.in_pool + most, available):
+        state.refused = None
+        return True
+    running = [_growing(state, one) for one in state.running]
     forecast = Forecast(state.lengths, running, available, memory.block_size, memory.windows)
     new = _growing(state, sequence)._replace(entries=-(-len(sequence.tokens) // memory.block_size))
     others = [new] * (sequence.num_rows - 1)
     fits = forecast.fits([new._replace(coming=demand.in_pool), *others])
     state.refused = None if fits else (sequence, step + LOOK_AGAIN)
     return fits
+
+
+def _most_blocks(state: SchedulerState, sequence: Sequence) -> int:
+    """Returns how many blocks a sequence holds at most, now or later."""
+    table, memory = sequence.table, state.memory
+    later = -(-max(sequence.request.max_len, len(sequence.tokens) + 1) // memory.block_size)
+    return len(memory.windows) * (later if table is None else max(later, table.num_entries))
 
 
 def _growing(state: SchedulerState, sequence: Sequence) -> Growing:

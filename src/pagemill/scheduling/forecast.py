@@ -9,6 +9,7 @@ let sequences that end at different times share the same room.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence as AbstractSequence
@@ -29,6 +30,8 @@ AT_ONCE = 0.7
 """The share of the room that may be promised however far ahead. The rest may only be promised for a time: less of it
 the further ahead, and none as far ahead as an answer is long. Those that begin at once end at once, and would leave the
 pool half empty until then."""
+MOST_HELD = (1 + math.sqrt(1 + DEVIATIONS**2)) / 2
+"""The most of c + DEVIATIONS * sqrt(c * (1 - c)): as much of its blocks a sequence counts as, whatever the chance c."""
 HORIZONS = 48
 """The most later steps that are looked at."""
 
@@ -133,6 +136,14 @@ class Forecast:
         staggered = np.maximum(0.0, 1 - horizons / expected.mean())
         room = self._room * (AT_ONCE + (1 - AT_ONCE) * staggered)
         return bool((mean + DEVIATIONS * np.sqrt(variance) <= room).all())
+
+
+def surely_fits(blocks: int, available: int) -> bool:
+    """Returns whether a forecast would say that sequences fit, whatever it knows of lengths.
+
+    blocks: those that all of them would hold at most, together. available: those that nobody holds now.
+    """
+    return MOST_HELD * blocks <= AT_ONCE * available
 
 
 def _horizons(most: Floats) -> Floats:

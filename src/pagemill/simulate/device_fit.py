@@ -27,11 +27,16 @@ Logarithms = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Holds a step that an engine ran. seconds: all that it took; own_s: what of that passed outside of the model."""
+    """Holds a step that an engine ran.
+
+    seconds: all that it took. own_s: what of that passed outside of the model. alone: False if something else ran on
+    the machine meanwhile.
+    """
 
     work: StepWork
     seconds: float
     own_s: float
+    alone: bool = True
 
 
 def fit_device(

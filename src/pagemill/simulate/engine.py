@@ -162,14 +162,20 @@ class SimulatedEngine:
         assert plan is not None
         tokens: list[list[int]] = []
         logprobs: list[list[TokenLogprobs] | None] = []
+        ends_unforeseen = self._max_tokens is not None
         for row, target in zip(plan.rows[plan.sample_from].tolist(), plan.sample_to.tolist(), strict=True):
             sequence = step.rows[row]
             number = sequence.request.seed
             request = self._requests(number)
-            token = self._next_token(request, sequence) if row == target else None
+            token = None
+            if row == target and (ends_unforeseen or request.continued_ids):
+                token = self._next_token(request, sequence)
             tokens.append([next(self._tokens) if token is None else token])
-            width = request.beam_width
-            logprobs.append([beam_candidates(number, sequence.tokens[sequence.prompt_len :], width)] if width else None)
+            if width := request.beam_width:
+                generated = sequence.tokens[sequence.prompt_len :]
+                logprobs.append([beam_candidates(number, generated, width)])
+            else:
+                logprobs.append(None)
         updates = self.scheduler.commit(StepResult(tokens, logprobs), now)
         self.scheduler.note_step(plan, step.waits_s + step.seconds)
         return updates

@@ -37,6 +37,11 @@ class Served:
     """Times that it entered the batch, forks apart; each after the first follows a preemption."""
     refused: bool = False
     """True if it could never run in this pool."""
+    streams: bool = field(init=False)
+    """True if its tokens come as they are computed."""
+
+    def __post_init__(self) -> None:
+        self.streams = self.request.streams
 
     @property
     def ttft_s(self) -> float:
@@ -49,7 +54,7 @@ class Served:
         assert self.first_token_s is not None
         assert self.finished_s is not None
         length = self.num_tokens // self.request.num_sequences
-        streams = length > 1 and self.request.streams
+        streams = length > 1 and self.streams
         return (self.finished_s - self.first_token_s) / (length - 1) if streams else None
 
 
@@ -58,7 +63,8 @@ class Replay:
     """Records a replayed trace.
 
     busy_s: simulated seconds in steps; running_s: their sum over running sequences. gaps_s: the seconds between two
-    tokens of a request, for all tokens but first ones, preemptions included.
+    tokens of a request, for all tokens but first ones, preemptions included. stopped: True if it was ended before all
+    requests had.
     """
 
     served: list[Served] = field(default_factory=list)
@@ -68,6 +74,7 @@ class Replay:
     running_s: float = 0.0
     most_running: int = 0
     preemptions: int = 0
+    stopped: bool = False
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
 
     @property
@@ -96,19 +103,24 @@ class Replay:
         self.running_s += step.seconds * running
         self.most_running = max(self.most_running, running)
 
-    def note(self, update: SequenceUpdate, now: float) -> None:
-        """Takes in what a step that ends now has brought for a sequence."""
-        one, branch = self.served[update.sequence.request.seed], update.sequence.index
+    def note(self, update: SequenceUpdate, now: float) -> bool:
+        """Takes in what a step that ends now has brought for a sequence. Returns whether its request has ended."""
+        sequence = update.sequence
+        one, branch = self.served[sequence.request.seed], sequence.index
+        last_token_s, ended = one.last_token_s, False
         one.num_tokens += len(update.tokens if update.hypothesis is None else update.hypothesis.token_ids)
-        one.num_ended += update.finish_reason is not None
-        if one.num_ended == one.request.num_sequences:
-            one.finished_s = now
-        if one.first_token_s is None and (one.request.streams or one.finished_s is not None):
-            one.first_token_s = now
-            one.num_cached_tokens = update.sequence.num_cached_tokens
-        elif one.request.streams and branch in one.last_token_s:
-            self.gaps_s.append(now - one.last_token_s[branch])
-        one.last_token_s[branch] = now
+        if update.finish_reason is not None:
+            one.num_ended += 1
+            if one.num_ended == one.request.num_sequences:
+                one.finished_s, ended = now, True
+        if one.first_token_s is None:
+            if one.streams or ended:
+                one.first_token_s = now
+                one.num_cached_tokens = sequence.num_cached_tokens
+        elif one.streams and branch in last_token_s:
+            self.gaps_s.append(now - last_token_s[branch])
+        last_token_s[branch] = now
+        return ended
 
     def end_late(
         self, deadlines: list[tuple[float, int]], now: float, engines: abc.Sequence[SimulatedEngine]
@@ -129,6 +141,11 @@ class Replay:
         return late
 
 
+def never(one: Served) -> bool:
+    """Stops no replay."""
+    return False
+
+
 def replay(
     trace: abc.Sequence[TracedRequest],
     scheduler: Scheduler,
@@ -139,6 +156,7 @@ def replay(
     until_s: float = float("inf"),
     max_tokens: int | None = None,
     tier: LowerTier | None = None,
+    stops: abc.Callable[[Served], bool] = never,
 ) -> Replay:
     """Serves the trace (in order of arrival), each request for exactly its output length, until all have ended.
 
@@ -150,6 +168,7 @@ def replay(
     max_tokens: what all requests set, at least; they end by `END_TOKEN`, and nobody knows before how long they become.
              None: each sets its output length, and the scheduler is told that nothing else ends it.
     tier:    host memory below the pool; its `stored` must be the scheduler's.
+    stops:   told of each request that has ended, by itself or by its timeout; the replay stops where it says so.
     """
     outcome = Replay()
     served = outcome.served
@@ -162,14 +181,15 @@ def replay(
         source=tier,
     )
     deadlines: list[tuple[float, int]] = []
+    ended: list[int] = []
     now = 0.0
-    while now < until_s:
+    while now < until_s and not outcome.stopped:
         while len(served) < len(trace) and trace[len(served)].arrival_s <= now:
             request, number = trace[len(served)], len(served)
             served.append(Served(request))
             served[number].refused = not engine.submit(number, root=root(request))
             heappush(deadlines, (request.deadline_s, number))
-        outcome.end_late(deadlines, now, [engine])
+        ended += outcome.end_late(deadlines, now, [engine])
         step = engine.begin(now)
         now += step.waits_s
         if step.plan is None:
@@ -182,9 +202,12 @@ def replay(
             continue
         now += step.seconds
         outcome.note_step(step, scheduler.num_running)
-        outcome.end_late(deadlines, now, [engine])
+        ended += outcome.end_late(deadlines, now, [engine])
         for update in engine.end(step, now):
-            outcome.note(update, now)
+            if outcome.note(update, now):
+                ended.append(update.sequence.request.seed)
+        outcome.stopped = any(stops(served[number]) for number in ended)
+        ended.clear()
     outcome.end_s = now
     outcome.preemptions = scheduler.preemptions
     return outcome
