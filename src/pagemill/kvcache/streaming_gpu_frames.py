@@ -28,15 +28,15 @@ from pagemill.kvcache.gpu_frames import COPY_BYTES, GpuFrames, origins_of, runs_
 
 
 class Parts(NamedTuple):
-    """States how a frame is cut into layers' parts: so many, of so many bytes each. A part is a place's."""
+    """States how many parts a frame has, one for each place of a layer, and the bytes of each."""
 
-    count: int
+    places: int
     nbytes: int
 
 
 def room_of(streamed: int, parts: Parts) -> int:
     """Returns the bytes of the device that so many streamed frames take."""
-    return (2 * streamed + parts.count) * parts.nbytes
+    return (2 * streamed + parts.places) * parts.nbytes
 
 
 class StreamingGpuFrames(GpuFrames):
@@ -50,9 +50,9 @@ class StreamingGpuFrames(GpuFrames):
         self._first = frames
         self._all = frames + streamed
         self._parts = parts
-        self._memory = streams.pinned_whole(streamed * parts.count * parts.nbytes).view(parts.count, -1)
+        self._memory = streams.pinned_whole(streamed * parts.places * parts.nbytes).view(parts.places, -1)
         """uint8 [places, streamed frames * part bytes]: neighbours' parts are brought with one copy."""
-        self._outside: NDArray[np.uint8] = self._memory.numpy().reshape(parts.count, streamed, parts.nbytes)
+        self._outside: NDArray[np.uint8] = self._memory.numpy().reshape(parts.places, streamed, parts.nbytes)
         self._bus = streams.stream()
         self._brought: Event | None = None
         """The last part that was asked for."""
@@ -144,13 +144,13 @@ class StreamingGpuFrames(GpuFrames):
         if max(frames, default=0) < self._first:
             return super().begin_read(frames)
         self._check(frames)
-        outside = [frame >= self._first for frame in frames]
-        within = np.flatnonzero(np.logical_not(outside))
+        within = [at for at, frame in enumerate(frames) if frame < self._first]
         reading = super().begin_read([frames[at] for at in within])
         records = np.zeros((len(frames), self.bytes.shape[2]), dtype=np.uint8)
         of_parts = records[:, : self._outside.shape[0] * self._parts.nbytes].reshape(len(frames), *self._parts)
-        for at in np.flatnonzero(outside):
-            of_parts[at] = self._outside[:, frames[at] - self._first]
+        for at, frame in enumerate(frames):
+            if frame >= self._first:
+                of_parts[at] = self._outside[:, frame - self._first]
 
         def wait() -> None:
             reading.wait()
