@@ -15,10 +15,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from divided_memory import DividedMemory
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.overrides import TorchFunctionMode
@@ -178,6 +179,7 @@ class CheckedDevice(TorchDispatchMode):
         self._current = self.compute
         self._streams = {"compute": self.compute}
         self._memory: dict[int, Memory] = {}
+        self._divided: dict[int, tuple[DividedMemory, dict[int, Memory]]] = {}
         self._copies: list[Copy] = []
         self._late: list[str] = []
         self._graph: CheckedGraph | None = None
@@ -212,13 +214,22 @@ class CheckedDevice(TorchDispatchMode):
         self._memory[_key(memory)].pinned = True
         return memory
 
+    def pinned_whole(self, nbytes: int) -> Tensor:
+        return self.pinned(nbytes)
+
+    def divide(self, tensor: Tensor, begin: int, nbytes: int) -> None:
+        """Checks parts of a tensor's memory by themselves from now on, see `DividedMemory`."""
+        memory = self._memory[_key(tensor)]
+        divided = DividedMemory(tensor, begin, nbytes)
+        self._divided[_key(tensor)] = divided, {part: replace(memory, readers={}) for part in divided.parts}
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         to_host = self._is_pinned(target)
         if to_host == self._is_pinned(source):
             raise OrderError("a copy needs pinned memory on one side, and the device's on the other")
         host = target if to_host else source
         self._check_copies()
-        if any(_key(copy.host) == _key(host) and (to_host or copy.arrives is not None) for copy in self._copies):
+        if any(_overlap(copy.host, host) and (to_host or copy.arrives is not None) for copy in self._copies):
             raise OrderError("memory of the host is given to a copy before another one is done with it")
         use = self._begin(reads=[source] if to_host else [], writes=[] if to_host else [target])
         with _untold():
@@ -326,7 +337,7 @@ class CheckedDevice(TorchDispatchMode):
         if any(self._is_pinned(each) for each in known):
             raise OrderError(f"{name} uses pinned memory of the host as if it were the device's")
         if self._graph is None:
-            use = self._begin(reads=known, writes=written)
+            use = self._begin(known, written, name, args)
             for each in fresh:
                 self._note(each, use)
         return result
@@ -342,26 +353,34 @@ class CheckedDevice(TorchDispatchMode):
         self.collectives[name.split(".")[0]] += 1
         return result
 
-    def _begin(self, reads: list[Tensor], writes: list[Tensor]) -> tuple[str, int]:
+    def _begin(self, reads: list[Tensor], writes: list[Tensor], name: str = "", args: Any = ()) -> tuple[str, int]:
         """Begins an operation on the stream in use, behind what it needs."""
         stream = self._current
         stream.clock.join(self.host)
-        for each in reads:
-            if (memory := self._memory.get(_key(each))) and not stream.clock.knows(memory.writer):
+        of_reads = [memory for each in reads for memory in self._pieces(each, name, args)]
+        of_writes = [memory for each in writes for memory in self._pieces(each, name, args)]
+        for memory in of_reads:
+            if not stream.clock.knows(memory.writer):
                 raise OrderError(f"{stream.name} reads what {memory.writer[0]} may not have written yet")
-        for each in writes:
-            for use in self._memory[_key(each)].uses() if _key(each) in self._memory else ():
+        for memory in of_writes:
+            for use in memory.uses():
                 if not stream.clock.knows(use):
                     raise OrderError(f"{stream.name} writes what {use[0]} may still use")
         use = (stream.name, stream.clock.get(stream.name, 0) + 1)
         stream.clock[stream.name] = use[1]
-        for each in reads:
-            if memory := self._memory.get(_key(each)):
-                memory.readers[stream.name] = use[1]
-        for each in writes:
-            if memory := self._memory.get(_key(each)):
-                memory.writer, memory.readers = use, {}
+        for memory in of_reads:
+            memory.readers[stream.name] = use[1]
+        for memory in of_writes:
+            memory.writer, memory.readers = use, {}
         return use
+
+    def _pieces(self, tensor: Tensor, name: str, args: Any) -> list[Memory]:
+        """Returns what is known of the memory of a tensor that an operation uses; nothing if it is the host's."""
+        memory = self._memory.get(_key(tensor))
+        if memory is None or _key(tensor) not in self._divided:
+            return [] if memory is None else [memory]
+        divided, parts = self._divided[_key(tensor)]
+        return [parts[part] for part in divided.touched(name, tensor, args)]
 
     def _note(self, tensor: Tensor, use: tuple[str, int]) -> None:
         """Notes new memory. It may be what the stream's own work, and nobody else's, has finished with."""
@@ -374,7 +393,8 @@ class CheckedDevice(TorchDispatchMode):
         memory = self._memory.pop(key)
         knows = Clock(self._streams[memory.owner].clock)
         knows.join(self.host)
-        for use in memory.uses():
+        _, parts = self._divided.pop(key, (None, {}))
+        for use in [use for each in (memory, *parts.values()) for use in each.uses()]:
             if not knows.knows(use):
                 self._late.append(f"memory of {memory.owner} ends while {use[0]} may still use it")
 
@@ -418,6 +438,12 @@ class _ReadsBack(TorchFunctionMode):
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # noqa: SLF001
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two runs of bytes have some in common."""
+    first, second = one.storage_offset(), other.storage_offset()
+    return _key(one) == _key(other) and first < second + len(other) and second < first + len(one)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

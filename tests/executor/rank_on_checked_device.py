@@ -7,11 +7,13 @@ from typing import NoReturn
 
 import torch
 from checked_device import CheckedDevice
+from divided_memory import divides_slots
 from static_attention import StaticAttention
 
 from pagemill.executor import graphs, rank
 from pagemill.executor.backend import torch_backend
 from pagemill.executor.rank_messages import Start
+from pagemill.kvcache.streaming_gpu_frames import StreamingGpuFrames
 
 STATIC = torch_backend(torch.device("cpu"))._replace(attention=StaticAttention())
 
@@ -30,6 +32,7 @@ def run(descriptor: int) -> NoReturn:
     short_ladders()
     device = CheckedDevice(seed=1)
     device.captures = CANNOT_CAPTURE not in os.environ
+    StreamingGpuFrames.__init__ = divides_slots(device, StreamingGpuFrames.__init__)
 
     def hardware_of(start: Start) -> rank.Hardware:
         return rank.Hardware(start.config, STATIC, device)

@@ -159,9 +159,9 @@ def test_the_largest_step_leaves_no_trace(small_model, device, monkeypatch):
     used = []
     compute, inputs = Decoder.forward, DeviceRows.inputs
 
-    def forward(decoder, token_ids, batch, pool):
+    def forward(decoder, token_ids, batch, pool, *rest):
         used.append(weakref.ref(pool))
-        return compute(decoder, token_ids, batch, pool)
+        return compute(decoder, token_ids, batch, pool, *rest)
 
     def watched(rows, queries):
         used.append(weakref.ref(rows))

@@ -198,3 +198,21 @@ def test_a_seed_draws_the_same_again(model, limits) -> None:
         first, again, others = (answers_of(llm, each) for each in (params, params, other))
     assert first == again
     assert first != others
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_contexts_longer_than_the_pool(model, enforce_eager) -> None:
+    """Of the memory of 26 blocks, streaming leaves the pool 11 (of the random model) or 24, and contexts have up to 32:
+    long prompts stream beside a short one."""
+    long = [token for prompt in prompts() for token in prompt] * 2
+    asked = [long[:420], long[100:480], long[:300], long[7:30]]
+    settings = {"max_model_len": 512, "hf_overrides": {"max_position_embeddings": 512}}
+    small = {"kv_memory": small_pool(model) // 24 * 26, "kv_host_memory": "64MiB", "enforce_eager": enforce_eager}
+    found = []
+    for device, pool in ((DEVICE, small), ("cpu", {})):
+        with LLM(model, device=device, **(SETTINGS | settings | pool)) as llm:
+            outputs = llm.generate([{"prompt_token_ids": one} for one in asked], GREEDY, use_tqdm=False)
+        found.append([tuple(output.outputs[0].token_ids) for output in outputs])
+        streamed = [output.outputs[0].kv_blocks[1] for output in outputs]
+        assert (max(streamed) > 0) == (device == DEVICE)
+    assert found[0] == found[1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
+from at_once import AtOnce
 from harness import frame_shape
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
@@ -25,39 +26,6 @@ from pagemill.memory.work import Load, Save
 
 FRAMES = 12
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
-
-
-class AtOnce:
-    """Does on CPU at once what a device would do later, for threads that CheckedDevice does not see."""
-
-    where = torch.device("cpu")
-
-    class Stream:
-        def record_event(self):
-            return self
-
-        def wait_event(self, event):
-            pass
-
-        def query(self):
-            return True
-
-        def synchronize(self):
-            pass
-
-    compute = Stream()
-
-    def stream(self):
-        return self.Stream()
-
-    def use(self, stream):
-        return nullcontext()
-
-    def pinned(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def copy(self, source, target):
-        target.copy_(source)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])

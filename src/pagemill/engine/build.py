@@ -111,13 +111,35 @@ def _sizes(config: EngineConfig, facts: ExecutorFacts, memory: ExecutorMemory) -
     least, streamed = needed if config.max_model_len is not None else len(windows), Streamed()
     if frames < least and wants_tiers(config) and facts.streams:
         resident = Footprint(config.block_size, windows, needed).frames(longest, chunk)
-        streamed = streamed_room(config, least - frames, needed - resident, frame_bytes)
+        frames, streamed = _with_streamed(config, facts, frames, needed, resident)
         least = max(resident, needed - streamed.frames)
     if frames < least:
+        tiers = " or ".join(f"kv_{tier}_memory" for tier in facts.streams)
         raise KVMemoryError(
             f"the KV pool has {frames} blocks ({frames * frame_bytes} bytes), but one sequence needs "
-            f"{least} ({least * frame_bytes} bytes) for max_model_len={facts.max_model_len}; raise kv_memory, give "
-            "kv_host_memory or kv_disk_memory what is missing, or lower max_model_len",
+            f"{least} ({least * frame_bytes} bytes) for max_model_len={facts.max_model_len}; raise kv_memory, "
+            f"{f'give {tiers} what is missing, ' if tiers else ''}or lower max_model_len",
             param="kv_memory",
         )
     return frames, streamed
+
+
+def _with_streamed(
+    config: EngineConfig, facts: ExecutorFacts, frames: int, needed: int, resident: int
+) -> tuple[int, Streamed]:
+    """Returns the frames of the pool, and the room for what it lacks of the `needed` ones, of which `resident` must be
+    in it. What streamed frames take of the device is taken from the pool: then there are no more than needed."""
+    frame_bytes, each = facts.frame_bytes, facts.streamed_bytes
+    if not each:
+        return frames, streamed_room(config, facts.streams, needed - frames, needed - resident, frame_bytes)
+    if each >= frame_bytes:
+        return frames, Streamed()
+    count = -(-(needed - frames + 1) * frame_bytes // (frame_bytes - each))
+    streamed = streamed_room(config, facts.streams, count, count, frame_bytes)
+    return max(0, frames - frames_taken(facts, streamed)), streamed
+
+
+def frames_taken(facts: ExecutorFacts, streamed: Streamed) -> int:
+    """Returns how many more frames the pool could have, were there none that stream."""
+    taken = streamed.frames * facts.streamed_bytes
+    return -(-taken // facts.frame_bytes) + 1 if taken else 0

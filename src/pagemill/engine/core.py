@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pagemill.config import EngineConfig
 from pagemill.engine import faults, intake, watching
 from pagemill.engine.adapters import Adapters
-from pagemill.engine.build import build
+from pagemill.engine.build import build, frames_taken
 from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import (
     EngineReady,
@@ -246,8 +246,9 @@ class EngineCore:
             frames = self.scheduler.least_frames
         else:
             frame_bytes, (free, total) = self.executor.facts.frame_bytes, self.executor.memory()
-            free += self.memory.num_frames * frame_bytes
-            frames = num_frames(frame_bytes, 0, free=free, total=total, kv_memory=kv_memory)
+            taken = frames_taken(self.executor.facts, self._streamed)
+            free += (self.memory.num_frames + taken) * frame_bytes
+            frames = max(1, num_frames(frame_bytes, 0, free=free, total=total, kv_memory=kv_memory) - taken)
         self._drain()
         while self.tiers is not None and self.tiers.transfers.loading:
             self._finish_loads(LOAD_WAIT_S)

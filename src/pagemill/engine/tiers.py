@@ -60,11 +60,14 @@ class Streamed(NamedTuple):
         return self.frames * frame_bytes if tier == self.tier else 0
 
 
-def streamed_room(config: EngineConfig, least: int, most: int, frame_bytes: int) -> Streamed:
-    """Returns room for `least` to `most` streamed blocks in the first lower tier that has so much; else no room."""
-    if config.kv_host_memory is not None and (frames := _host_bytes(config) // frame_bytes) >= least:
-        return Streamed(min(frames, most))
-    if config.kv_disk_memory is not None and not config.kv_disk_shared:
+def streamed_room(config: EngineConfig, tiers: Sequence[str], least: int, most: int, frame_bytes: int) -> Streamed:
+    """Returns room for `least` to `most` streamed blocks in the first of these lower tiers that has so much; else no
+    room."""
+    if "host" in tiers and config.kv_host_memory is not None:
+        frames = _host_bytes(config) // frame_bytes
+        if frames >= least:
+            return Streamed(min(frames, most))
+    if "disk" in tiers and config.kv_disk_memory is not None and not config.kv_disk_shared:
         root = _disk_root(config)
         if (frames := _disk_bytes(config, root) // frame_bytes) >= least:
             return Streamed(min(frames, most), root)

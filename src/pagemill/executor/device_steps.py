@@ -32,6 +32,7 @@ from pagemill.executor.trial_steps import (
 from pagemill.executor.worker import Worker
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import FrameShape
+from pagemill.models.decoder import OnLayer
 from pagemill.models.sharding import SummingExchange
 from pagemill.sampling.kernels import DeviceChoices
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
@@ -150,14 +151,27 @@ class DeviceSteps:
         if padded is not None and self._graphs is not None:
             return self._graphs.run(memory, of_step, padded)
         staged = torch.from_numpy(slot.staged)
-        starts, query_start = (place.of(staged) for place in of_step[1:3])
-        query_lens = query_start.diff()
-        host = HostLengths(query_lens, starts + query_lens)
-        return self._step(memory, of_step, padded or shape, host)
+        rows, starts, query_start = (place.of(staged).numpy() for place in of_step[:3])
+        query_lens = np.diff(query_start)
+        ends = starts + query_lens
+        host = HostLengths(torch.from_numpy(query_lens), torch.from_numpy(ends))
+        on_layer = None if padded is not None else self._worker.reading_ahead(rows, ends)
+        return self._step(memory, of_step, padded or shape, host, on_layer)
 
-    def _step(self, memory: Tensor, places: Sequence[Place], shape: Shape, host: HostLengths | None = None) -> Tensor:
-        """Runs a step whose arrays lie there. host: its rows' lengths, unless it is captured for others."""
-        return self._step_over(self.rows, self._worker.pool, memory, places, shape, host)
+    def _step(
+        self,
+        memory: Tensor,
+        places: Sequence[Place],
+        shape: Shape,
+        host: HostLengths | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> Tensor:
+        """Runs a step whose arrays lie there.
+
+        host: its rows' lengths, unless it is captured for others. on_layer: brings the streamed blocks that it reads;
+            None if there are none.
+        """
+        return self._step_over(self.rows, self._worker.pool, memory, places, shape, host, on_layer)
 
     @torch.inference_mode()
     def _step_over(
@@ -168,13 +182,15 @@ class DeviceSteps:
         places: Sequence[Place],
         shape: Shape,
         host: HostLengths | None,
+        on_layer: OnLayer | None = None,
     ) -> Tensor:
         """Runs a step of these rows over this pool."""
         rows, starts, query_start, last, written, *choices = (place.of(memory) for place in places)
         queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context, host)
         token_ids, batch = there.inputs(queries)
         decoder = self._worker.decoder
-        hidden = decoder.forward(token_ids, batch, pool)
+        batch, caches = pool.attended(batch, streams=on_layer is not None)
+        hidden = decoder.forward(token_ids, batch, caches, on_layer)
         if not shape.samples:
             return rows[:0]
         logits = decoder.logits(hidden[last] if shape.picks else hidden)

@@ -30,7 +30,7 @@ class DeviceWorker(Worker):
 
     def __init__(self, device: Device, share: Share, config: EngineConfig, together: Together) -> None:
         decoder, longest = share.model.decoder, share.model.max_model_len
-        super().__init__(decoder, share.backend, share.shape, config.max_num_seqs, longest)
+        super().__init__(decoder, share.backend, share.shape, config.max_num_seqs, longest, streams=device)
         self._accelerator = device
         self._exchange = together.exchange
         self._steps = DeviceSteps(

@@ -83,7 +83,7 @@ class GpuExecutor(LocalExecutor):
         together: Together | None = None,
     ) -> None:
         facts = replace(facts, overlaps=True, counts_steps=measures)
-        super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, draft)
+        super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, draft, streams=device)
         self._accelerator = device
         eager = enforce_eager or draft is not None  # with drafts on the device, no step runs ahead of the host
         self._steps = DeviceSteps(device, self, backend, max_num_seqs, facts.max_model_len, eager, together)
@@ -193,6 +193,10 @@ class GpuExecutor(LocalExecutor):
             and self.sampler.samples_on_device(plan.sample_to, truncated=self._steps.truncates)
         )
 
+    def _streams_blocks(self, plan: StepPlan) -> bool:
+        """Returns whether a plan's rows read streamed frames: others in each step, so that no graph can hold it."""
+        return self.pool.streamed_view is not None and any(map(len, self.streamed_frames(plan)))
+
     def _run_here(self, plan: StepPlan) -> StepResult:
         """Runs a step as on CPU, by what the host knows: all tokens so far. Waits for it."""
         for flight in [*self._flights]:
@@ -220,7 +224,7 @@ class GpuExecutor(LocalExecutor):
             draws=bool(choices.temperature.any()),
             truncates=choices.truncate,
         )
-        decodes = shape.longest_query == 1 and len(rows) > 0 and not plan.forks
+        decodes = shape.longest_query == 1 and len(rows) > 0 and not plan.forks and not self._streams_blocks(plan)
         padded = self._steps.padded(shape) if decodes else None
         written = self._steps.rows.place(rows, ends[plan.sample_from])
         if padded is None:

@@ -47,13 +47,15 @@ class ExecutorFacts:
     frame_bytes: memory of one block of one layer group, on all ranks together.
     record_bytes: the size of its record in an offload store. It differs where several ranks have the same KV heads.
     kv: the format in which K and V are stored.
-    streams: True if attention can read frames outside the pool.
+    streams: the tiers, "host" and "disk", in which attention can read frames outside the pool.
     compacts: True if attention gains from frames that are neighbours.
     quantization: how linear layers are held, as `EngineConfig` names it; None: in one dtype.
     description: family, device, weights and kernels, for people.
     drafts: what the device can draft; None: nothing.
     overlaps: True if the next plan should be made, applied and submitted before this step's result is collected.
     counts_steps: True if `Executor.memory` counts what steps need as used, so that the pool may have the rest.
+    streamed_bytes: the device's own memory that a frame outside the pool takes; together they take less than another
+        frame's more.
     """
 
     vocab_size: int
@@ -68,13 +70,14 @@ class ExecutorFacts:
     frame_bytes: int
     record_bytes: int
     kv: KVFormat
-    streams: bool
+    streams: tuple[str, ...]
     compacts: bool
     description: str
     quantization: str | None = None
     drafts: DraftFacts | None = None
     overlaps: bool = False
     counts_steps: bool = False
+    streamed_bytes: int = 0
 
 
 class ExecutorMemory(NamedTuple):

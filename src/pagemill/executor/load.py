@@ -20,7 +20,7 @@ from pagemill.executor.share import Progress, Share, frame_shape, load_share
 from pagemill.executor.tensor_parallel import TensorParallelExecutor
 from pagemill.executor.tensor_parallel_gpu import TensorParallelGpuExecutor
 from pagemill.executor.trial_steps import LargestStep
-from pagemill.kvcache.layout import FrameShape
+from pagemill.kvcache.layout import FrameShape, KVLayout
 from pagemill.machine import usable_cores
 from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.models.sharding import Sharding, kv_heads_of
@@ -50,6 +50,10 @@ def open_executor(
     facts = _facts(config, share, shape, backend.layout(shape, 1).frame_bytes)
     if drafting is not None:
         facts = replace(facts, fingerprint=drafting.fingerprint, drafts=drafting.facts)
+    if device is None and backend.device.type == "cuda":
+        device = CudaDevice(backend.device)
+    if device is not None:
+        facts = _streaming_to(facts, backend.layout(shape, 1))
     common = (
         model.decoder,
         backend,
@@ -60,8 +64,6 @@ def open_executor(
         _adapter_loader(config, share),
         None if drafting is None else drafting.source,
     )
-    if device is None and backend.device.type == "cuda":
-        device = CudaDevice(backend.device)
     if device is None:
         return LocalExecutor(*common, share.mapped_bytes)
     largest, measures = _largest_step(config, facts.max_model_len), _measures(config)
@@ -110,6 +112,7 @@ def _over_ranks(
     facts = replace(facts, description=f"{facts.description}, in {size} parts of {each} each")
     if device is not None:  # sums over parts are rounded in another order for every number of these
         facts = replace(facts, numerics=f"{facts.numerics},{size} parts")
+        facts = _streaming_to(facts, layout(share.shape, 1), size)
     common = (
         share.model.decoder,
         share.backend,
@@ -134,6 +137,14 @@ def _over_ranks(
     )
 
 
+def _streaming_to(facts: ExecutorFacts, layout: KVLayout, ranks: int = 1) -> ExecutorFacts:
+    """Returns the facts of so many devices to which blocks are brought from host memory. A draft model's passes do not
+    bring any."""
+    if facts.drafts is not None and facts.drafts.takes_in:
+        return replace(facts, streams=())
+    return replace(facts, streams=("host",), streamed_bytes=ranks * 2 * layout.place_bytes)
+
+
 def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: int) -> ExecutorFacts:
     """States the facts about a model, all of whose KV heads have frames of this shape, in so much memory."""
     backend, model, kv, _, _ = share
@@ -156,7 +167,7 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
         frame_bytes=frame_bytes,
         record_bytes=layout.frame_bytes,
         kv=kv,
-        streams=on_cpu,
+        streams=("host", "disk") if on_cpu else (),
         compacts=on_cpu,
         quantization=model.quantization,
         description=(

@@ -21,6 +21,7 @@ from pagemill.executor.draft_source import DraftSource
 from pagemill.executor.interface import AdapterFacts, ExecutorFacts, GraphFacts, StepHandle
 from pagemill.executor.verification import Choose, Verified, verify
 from pagemill.executor.worker import Worker
+from pagemill.kvcache.device_streams import DeviceStreams
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder
@@ -50,8 +51,9 @@ class LocalExecutor(Worker):
         adapters: AdapterLoader,
         draft: DraftSource | None = None,
         mapped_bytes: int = 0,
+        streams: DeviceStreams | None = None,
     ) -> None:
-        super().__init__(decoder, backend, shape, max_num_seqs, facts.max_model_len, mapped_bytes)
+        super().__init__(decoder, backend, shape, max_num_seqs, facts.max_model_len, mapped_bytes, streams)
         self.facts = facts
         self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.sampling, facts.eos_token_ids, tokenizer_json)
         self.draft = draft

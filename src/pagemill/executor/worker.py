@@ -15,11 +15,14 @@ from pagemill.executor.backend import Backend
 from pagemill.executor.interface import ExecutorMemory
 from pagemill.executor.rows import Inputs, Rows
 from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.device_streams import DeviceStreams
 from pagemill.kvcache.frame_access import FrameAccess
+from pagemill.kvcache.layers_ahead import LayersAhead
 from pagemill.kvcache.layout import FrameShape
 from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.read_ahead import ReadAhead
 from pagemill.kvcache.sizing import host_memory
+from pagemill.kvcache.streaming_gpu_frames import StreamingGpuFrames
 from pagemill.memory.work import MemoryWork
 from pagemill.models.adapter import AdapterTokens
 from pagemill.models.decoder import Decoder, OnLayer
@@ -27,7 +30,7 @@ from pagemill.models.decoder import Decoder, OnLayer
 
 class Worker:
     """Holds one device's part of a model. shape: of the frames of its pool. mapped_bytes: of weights in mapped files,
-    which take memory that the system counts as free."""
+    which take memory that the system counts as free. streams: the device's, where its work is asynchronous."""
 
     frames: FrameAccess
     """Gives access to the pool's frames; there after `allocate`."""
@@ -40,8 +43,10 @@ class Worker:
         max_num_seqs: int,
         max_model_len: int,
         mapped_bytes: int = 0,
+        streams: DeviceStreams | None = None,
     ) -> None:
         self.decoder = decoder
+        self._streams = streams
         self._mapped_bytes = mapped_bytes
         self._shape = shape
         self._layout = backend.layout
@@ -49,7 +54,7 @@ class Worker:
         self.rows = Rows(
             shape.groups, max_num_seqs, max_model_len, shape.block_size, backend.device, shape.format.precise
         )
-        self._read_ahead: ReadAhead | None = None
+        self._read_ahead: ReadAhead | LayersAhead | None = None
 
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
         """Does what `Executor.allocate` says."""
@@ -61,11 +66,15 @@ class Worker:
             room=self.memory().total,
             streamed_frames=streamed_frames,
             streamed_folder=streamed_folder,
+            streams=self._streams,
         )
         self.pages = PagesAhead(self.pool)
         self.frames = PooledFrames(self.pool, self.pages)
         if (file := self.pool.streamed_file) is not None:
             self._read_ahead = ReadAhead(file, self.decoder.groups)
+        elif isinstance(self.pool.frames, StreamingGpuFrames):
+            assert self.pool.streams is not None
+            self._read_ahead = LayersAhead(self.pool.frames, self.decoder.groups, self.pool.streams)
         return self.pool.first_streamed
 
     def memory(self) -> ExecutorMemory:
@@ -99,11 +108,12 @@ class Worker:
         adapters: Sequence[AdapterTokens] = (),
     ) -> Tensor:
         """Returns the hidden states of query tokens, whose keys and values are in the pool then."""
-        return self.decoder.forward(token_ids, inputs.batch(), self.pool, on_layer, adapters)
+        batch, caches = self.pool.attended(inputs.batch(), streams=on_layer is not None)
+        return self.decoder.forward(token_ids, batch, caches, on_layer, adapters)
 
     def reading_ahead(self, rows: NDArray[np.int32], ends: NDArray[np.int32]) -> OnLayer | None:
-        """Returns what reads ahead the blocks on disk that a step attends, of these rows up to their `ends`; None if
-        there are none."""
+        """Returns what reads ahead the blocks, on disk or outside a GPU, that a step attends, of these rows up to their
+        `ends`; None if there are none."""
         if self._read_ahead is None:
             return None
         first = self.pool.first_streamed

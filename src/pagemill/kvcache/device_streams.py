@@ -6,11 +6,18 @@ events order. Nothing here waits unless it says so.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from pagemill.errors import KVMemoryError
+from pagemill.kvcache.pages import HUGE, private_memory
+from pagemill.kvcache.sizing import host_memory
 
 
 class Event(Protocol):
@@ -54,6 +61,10 @@ class DeviceStreams(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Returns page-locked host memory, uint8 [nbytes], which the device copies to and from by itself."""
 
+    def pinned_whole(self, nbytes: int) -> Tensor:
+        """Returns as `pinned` does, but takes no more than it returns, and keeps nothing for later. Raises
+        KVMemoryError for more than the system gives."""
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copies between pinned memory and the device's, in the order of the stream in use. Until that is done, the
         host may neither write the one nor read the other."""
@@ -81,5 +92,27 @@ class CudaStreams:
         with torch.cuda.device(self.where):  # else a thread's first call makes a context on the first GPU
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def pinned_whole(self, nbytes: int) -> Tensor:
+        free, _ = host_memory()
+        try:
+            memory = np.frombuffer(private_memory(nbytes, HUGE), dtype=np.uint8)
+            with torch.cuda.device(self.where):
+                error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, nbytes, 0)  # type: ignore[no-untyped-call]
+            if int(error) != 0:
+                raise MemoryError(f"{error}")
+        except (MemoryError, OSError, OverflowError, ValueError) as error:
+            raise KVMemoryError(
+                f"{nbytes} bytes of host memory, of {free} that are free, cannot be pinned for contexts longer than "
+                f"the KV pool: {error}; raise kv_memory, or lower max_model_len",
+                param="kv_host_memory",
+            ) from error
+        tensor = torch.from_numpy(memory)
+        weakref.finalize(tensor.untyped_storage(), _unpin, memory)
+        return tensor
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+
+def _unpin(memory: NDArray[np.uint8]) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]

@@ -42,14 +42,18 @@ device's memory as one, from where a kernel puts them into their frames: a copy 
 
 
 class GpuFrames:
-    """Keeps frames in a device's memory. Copies are asked for by one thread, reads and writes by any. Raises
-    KVMemoryError if the memory cannot be had."""
+    """Keeps frames in a device's memory. Copies are asked for by one thread, reads and writes by any.
 
-    def __init__(self, pieces: int, frames: int, piece_bytes: int, streams: DeviceStreams) -> None:
+    more: bytes that lie behind the frames, in one piece with them. Raises KVMemoryError if the memory cannot be had.
+    """
+
+    def __init__(self, pieces: int, frames: int, piece_bytes: int, streams: DeviceStreams, more: int = 0) -> None:
+        nbytes = pieces * frames * piece_bytes
         try:
-            self.bytes = torch.empty(pieces, frames, piece_bytes, dtype=torch.uint8, device=streams.where)
+            memory = torch.empty(nbytes + more, dtype=torch.uint8, device=streams.where)
         except RuntimeError as error:  # torch's out-of-memory is one
-            raise not_allocated(pieces * frames * piece_bytes, streams.where, error) from error
+            raise not_allocated(nbytes + more, streams.where, error) from error
+        self.bytes = memory[:nbytes].view(pieces, frames, piece_bytes)
         self._streams = streams
         self._loads, self._saves = streams.stream(), streams.stream()
         self._at_once = max(1, COPY_BYTES // (pieces * piece_bytes))
