@@ -67,10 +67,10 @@ INLINE KeyRange precise_keys(const AttentionArgs& args, const AttentionTask& tas
 // A query of one head, rotated and scaled as 4-bit keys take it.
 template <class Q> INLINE void widen_query(const Q* q, const AttentionArgs& args, float* to) {
     const int dims = args.cache.head_dim;
-    for (int d = 0; d < dims; ++d) to[d] = widen_one(q + d);
+    for (int d = 0; d < dims; d += W) store(to + d, load(q + d));
     rotate_head(to, dims);
-    const float scale = args.scale / float(rotated_together(dims));
-    for (int d = 0; d < dims; ++d) to[d] *= scale;
+    const F scale = broadcast(args.scale / float(rotated_together(dims)));
+    for (int d = 0; d < dims; d += W) store(to + d, load(to + d) * scale);
 }
 
 // What a task reads after a head of a partition: the keys of `row` and `head` from `token` on, up to `last`.

@@ -147,21 +147,17 @@ template <class T, int... R> const TileKernels<T>& tile_kernels(int rows, Sequen
 }
 
 // What a partition's scores and weights are multiplied by, by token, zero outside the range; null: nothing.
-// lows: of values, what is added to all dimensions of one.
-struct TokenScales { const float *key = nullptr, *value = nullptr, *lows = nullptr; };
+struct TokenScales { const float *key = nullptr, *value = nullptr; };
 
 // Scores of keys [begin, end) of a partition become weights exp(score - maximum) in place, zero over the rest of
 // [from, to). Returns maximum and sum; -inf and 0 for an empty range. Scores are multiplied by `scales` of keys
-// first, and the weights that are left, not their sum, by those of values; `low` becomes the weighted sum of lows.
+// first, and the weights that are left, not their sum, by those of values.
 struct Softmax { float reference, sum; };
 
-// plain: if given, what the weights are before they are multiplied, over [begin, end).
-INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap, const TokenScales& scales,
-                       float* low = nullptr, float* plain = nullptr) {
+INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap, const TokenScales& scales) {
     const int first = from / W, last = (to + W - 1) / W;
     if (begin >= end) {
         for (int v = first; v < last; ++v) store(s + v * W, zero());
-        if (low) *low = 0.0f;
         return {-kInf, 0.0f};
     }
     // Pairs of vectors, for two independent chains of each reduction; what lies outside the range is masked.
@@ -188,23 +184,14 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
     }
     const float maximum_score = maximum(max(top_even, top_odd));
     const F m = broadcast(maximum_score);
-    F even = zero(), odd = zero(), even_low = zero(), odd_low = zero();
+    F even = zero(), odd = zero();
     for (int v = own_first; v < own_last; v += 2) {
         const F p = exp_nonpositive(load(s + v * W) - m), q = exp_nonpositive(load(s + v * W + W) - m);
         even = even + p;
         odd = odd + q;
-        if (scales.lows) {
-            even_low = fma(p, load(scales.lows + v * W), even_low);
-            odd_low = fma(q, load(scales.lows + v * W + W), odd_low);
-        }
-        if (plain) {
-            store(plain + v * W, p);
-            store(plain + v * W + W, q);
-        }
         store(s + v * W, scales.value ? p * load(scales.value + v * W) : p);
         store(s + v * W + W, scales.value ? q * load(scales.value + v * W + W) : q);
     }
-    if (low) *low = sum(even_low + odd_low);
     for (int v = first; v < own_first; ++v) store(s + v * W, zero());
     for (int v = own_last; v < last; ++v) store(s + v * W, zero());
     return {maximum_score, sum(even + odd)};

@@ -15,7 +15,15 @@ INLINE int rotated_together(int head_dim) { return head_dim & -head_dim; }
 // dimensions over all of them, so that a scale fits all. Two rotated vectors' product is rotated_together times theirs.
 inline void rotate_head(float* x, int head_dim) {
     const int together = rotated_together(head_dim);
-    for (int half = 1; half < together; half *= 2)
+    int half = 1;
+#if defined(__AVX512F__)
+    for (int i = 0; together >= W && i < head_dim; i += W) {
+        const F ones = sums_and_differences<1>(load(x + i)), twos = sums_and_differences<2>(ones);
+        store(x + i, sums_and_differences<8>(sums_and_differences<4>(twos)));
+        half = W;
+    }
+#endif
+    for (; half < together; half *= 2)
         for (int begin = 0; begin < head_dim; begin += 2 * half)
             for (int i = begin; i < begin + half; ++i) {
                 const float a = x[i], b = x[i + half];

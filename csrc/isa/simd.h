@@ -120,6 +120,17 @@ INLINE F select_less(F a, F b, F yes, F no) {
 }
 // By the lowest bit in the first lane, by the next in the second, …
 INLINE F select_set(uint32_t bits, F yes, F no) { return {_mm512_mask_mov_ps(no.v, __mmask16(bits), yes.v)}; }
+// The sum of lanes i and i + Half in the first of the two, their difference in the other.
+template <int Half> INLINE F sums_and_differences(F x) {
+    Dwords others;
+    uint32_t second = 0;
+    for (int i = 0; i < W; ++i) {
+        others[i] = i ^ Half;
+        second |= uint32_t(i & Half ? 1 : 0) << i;
+    }
+    const __m512 other = _mm512_permutexvar_ps((__m512i)others, x.v);
+    return {_mm512_mask_sub_ps(_mm512_add_ps(x.v, other), __mmask16(second), other, x.v)};
+}
 
 #elif defined(__AVX2__)
 

@@ -1,0 +1,127 @@
+// Where keys and values in integers lie, in pieces of 16 tokens, and how what is read next is fetched ahead.
+#pragma once
+
+#include "attention_plan.h"
+#include "attention_tiles.h"
+#include "simd.h"
+
+#if defined(__AVX512VNNI__)
+namespace pagemill { namespace {
+
+// The keys and values of 16 tokens, and their scales.
+struct BytePiece {
+    const char *key, *value;
+    const uint32_t *key_scale, *value_scale;
+};
+
+constexpr int kBytePieces = kPartition / 16;
+
+// The pieces of one head from `token` on.
+struct BytePieces {
+    BytePiece at[kBytePieces];
+    int row = -1, head = 0;
+    int64_t token = 0;
+
+    bool are(int of_row, int of_head, int64_t from) const { return row == of_row && head == of_head && token == from; }
+
+    // `count` pieces; those behind token `last` are the last one's.
+    void locate(const AttentionArgs& args, int of_row, int of_head, int64_t from, int64_t last, int count,
+                bool remainders = false) {
+        const CacheView &key = args.cache.key, &value = args.cache.value;
+        const int size = args.cache.block_size;
+        row = of_row;
+        head = of_head;
+        token = from;
+        int64_t block = from / size, offset = from - block * size, frame = frame_of(args, row, block, remainders);
+        for (int i = 0; i < count; ++i) {
+            at[i] = {(const char*)key.data + frame * key.frame + head * key.head + offset * key.token,
+                     (const char*)value.data + frame * value.frame + head * value.head + offset / 4 * value.token,
+                     (const uint32_t*)key.scales + frame * key.scale_frame + head * key.scale_head + offset,
+                     (const uint32_t*)value.scales + frame * value.scale_frame + head * value.scale_head + offset};
+            if (from + 16 > last) continue;
+            from += 16;
+            if ((offset += 16) < size) continue;
+            offset = 0;
+            frame = frame_of(args, row, ++block, remainders);
+        }
+    }
+
+    // The same tokens' of another head; there are `count` of them.
+    void locate_beside(const AttentionArgs& args, const BytePieces& others, int count, int of_head) {
+        const CacheView &key = args.cache.key, &value = args.cache.value;
+        const int heads = of_head - others.head;
+        row = others.row;
+        head = of_head;
+        token = others.token;
+        for (int i = 0; i < kBytePieces; ++i) {
+            const BytePiece& other = others.at[lesser(i, count - 1)];
+            at[i] = {other.key + heads * key.head, other.value + heads * value.head,
+                     other.key_scale + heads * key.scale_head, other.value_scale + heads * value.scale_head};
+        }
+    }
+};
+
+// What is fetched ahead, in fours of lines of 64 bytes, spread over what is computed meanwhile: a partition's keys, its
+// values, and the keys that are read next.
+class ByteFetches {
+  public:
+    // Of all fours in 16ths, what is fetched while scores and while weights are computed.
+    static constexpr int kWithScores = 6, kWithWeights = 6;
+
+    ByteFetches() = default;
+    // The partition's `count` pieces, and those that are read next; a piece has so many fours.
+    ByteFetches(const BytePiece* own, int count, const BytePiece* next, int key_fours, int value_fours,
+                int64_t key_stride)
+        : own_(own), next_(next), count_(count), key_fours_(key_fours), value_fours_(value_fours),
+          key_stride_(key_stride) {
+        const int before = lesser(greater(kAhead / key_fours, 1), kBytePieces);
+        total_ = left_ = greater(count, before) * key_fours + count * value_fours;
+        piece_ = lesser(before, count) - 1;
+        advance();
+    }
+
+    // So many turns follow, which fetch a share of all fours, or what is left of them. Branches foretell turns of whole
+    // quarters.
+    void begin(int sixteenths, int turns) {
+        const int fours = sixteenths ? total_ * sixteenths / 16 : left_;
+        rate_ = (4 * fours + turns - 1) / greater(turns, 1);
+    }
+    INLINE void turn() {
+        for (due_ += rate_; due_ >= 4 && left_; due_ -= 4) {
+#pragma GCC unroll 4
+            for (int line = 0; line < 4; ++line) fetch_line(at_ + line * stride_);
+            at_ += 4 * stride_;
+            --left_;
+            if (--of_piece_ == 0 && left_) advance();
+        }
+    }
+    void end() { rate_ = 0; }
+
+  private:
+    static constexpr int kAhead = 48;  // fours of keys that are fetched before a partition begins
+    enum class Stage { keys, values, next };
+
+    void advance() {
+        if (++piece_ >= count_ && stage_ != Stage::next) {
+            piece_ = 0;
+            stage_ = stage_ == Stage::keys ? Stage::values : Stage::next;
+        }
+        const bool values = stage_ == Stage::values;
+        at_ = values ? own_[piece_].value : (stage_ == Stage::keys ? own_ : next_)[piece_].key;
+        stride_ = values ? 64 : key_stride_;
+        of_piece_ = values ? value_fours_ : key_fours_;
+    }
+
+    const BytePiece *own_ = nullptr, *next_ = nullptr;
+    int count_ = 0, key_fours_ = 0, value_fours_ = 0;
+    int64_t key_stride_ = 0;
+    Stage stage_ = Stage::keys;
+    const char* at_ = nullptr;
+    int64_t stride_ = 0;
+    int piece_ = 0, of_piece_ = 0;  // which, and fours that are left of it
+    int total_ = 0, left_ = 0;
+    int due_ = 0, rate_ = 0;  // quarters of fours
+};
+
+}}  // namespace pagemill
+#endif
