@@ -65,7 +65,7 @@ STEPS = st.lists(
         st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=6, unique=True),
         st.integers(0, 6),
     ),
-    min_size=5,
+    min_size=6,
     max_size=20,
 )
 """What is done by whom, with which blocks, and how many pages are taken then."""
