@@ -14,9 +14,9 @@ namespace pagemill {
 // many of exponent and mantissa (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, u4 = 4, e4m3 = 5, e5m2 = 6 };
 
-inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type >= DType::i8 ? 1 : 2; }
+static inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type >= DType::i8 ? 1 : 2; }
 
-inline bool is_integer(DType type) { return type == DType::i8 || type == DType::u4; }
+static inline bool is_integer(DType type) { return type == DType::i8 || type == DType::u4; }
 
 // How a weight is held: in its dtype, as integers of 8 or 4 bits that are multiplied as such (isa/quantized.h), as bf16
 // in 12 bits (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h), with a scale for each 32 k, or for

@@ -27,7 +27,7 @@ void* thread_scratch(int thread, size_t bytes);
 void* caller_scratch(int slot, size_t bytes);
 
 // A turn of a loop that watches for another thread or process.
-inline void relax() {
+static inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)

@@ -95,7 +95,7 @@ class ByteFetches {
             if (--of_piece_ == 0 && left_) advance();
         }
     }
-    void end() { rate_ = 0; }
+    void end() { rate_ = due_ = 0; }
 
   private:
     static constexpr int kAhead = 48;  // fours of keys that are fetched before a partition begins

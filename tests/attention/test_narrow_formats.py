@@ -21,7 +21,15 @@ from pagemill.kvcache.layout import block_major, layer_major
 
 FORMATS = ["int8", "int8/int4", "int4", "int4_mixed", "fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)]
 ROWS = [(1, 1), (300, 1), (77, 33), (270, 90), (40, 0), (0, 0), (257, 2), (519, 7)]
-SHAPES = [(6, 2, 64, 16), (9, 3, 64, 32), (8, 1, 128, 16), (7, 1, 96, 8), (2, 2, 32, 256), (16, 2, 256, 64)]
+SHAPES = [
+    (6, 2, 64, 16),
+    (9, 3, 64, 32),
+    (8, 1, 128, 16),
+    (7, 1, 96, 8),
+    (2, 2, 32, 256),
+    (16, 2, 256, 64),
+    (3, 1, 96, 128),
+]
 """Heads, KV heads, head size, block size."""
 OPTIONS = [{}, {"window": 60}, {"soft_cap": 5.0}]
 

@@ -66,6 +66,7 @@ class Network:
     def __init__(self, draw, peers):
         self.draw, self.peers = draw, peers
         self._takes, self._ends = {}, []
+        self.made = 0
 
     async def start_server(self, take, host, port):
         self._takes[host] = take
@@ -81,6 +82,7 @@ class Network:
         here, there = Transport(self, peer, True), Transport(self, peer, False)
         here.other, there.other = there, here
         self._ends += [here, there]
+        self.made += 1
         there.task = asyncio.create_task(self._takes[host](there.reader, there.writer))
         return here.reader, here.writer
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import shared_store, store_watch
 from pagemill.kvcache.shared_store import SharedStore
-from pagemill.kvcache.store_index import MOST_CHANGES
+from pagemill.kvcache.store_index import MOST_CHANGES, TRIMMED
 from pagemill.kvcache.store_watch import StoreWatch
 
 CAPACITY = 8
@@ -111,11 +111,27 @@ def test_whoever_follows_a_store_knows_what_it_holds(tmp_path_factory, kind, ste
 def test_changes_are_kept_up_to_a_number(tmp_path):
     with closing(store_of(tmp_path)) as store, closing(sqlite3.connect(store.folder / "index.sqlite")) as index:
         with index:
-            index.execute("INSERT INTO changes VALUES (?, ?, 0)", (MOST_CHANGES + 5, digest_of(7)))
-            index.execute("INSERT INTO changes VALUES (3, ?, 0)", (digest_of(7),))
+            for number in (3, TRIMMED + 1, MOST_CHANGES + TRIMMED - 1):
+                index.execute("INSERT INTO changes VALUES (?, ?, 0)", (number, digest_of(7)))
         write(store, [1])
         numbers = [number for (number,) in index.execute("SELECT number FROM changes ORDER BY number")]
-        assert numbers == [MOST_CHANGES + 5, MOST_CHANGES + 6]
+        assert numbers == [TRIMMED + 1, MOST_CHANGES + TRIMMED - 1, MOST_CHANGES + TRIMMED]
+
+
+def test_who_misses_changes_is_told_so_and_then_what_has_left_meanwhile(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(store_watch, "AGAIN_S", 0.01)
+    monkeypatch.setattr(store_watch, "LOOK_S", 0.01)
+    with closing(store_of(tmp_path)) as store, closing(sqlite3.connect(store.folder / "index.sqlite")) as index:
+        write(store, range(4))
+        with closing(StoreWatch(store, 0)) as watch:
+            known = {}
+            until(watch, known, {digest_of(i): True for i in range(4)})
+            with index:  # as a prune of more blocks than changes are kept does, in one transaction
+                index.execute("DELETE FROM blocks WHERE digest = ?", (digest_of(2),))
+                index.execute("DELETE FROM changes")
+                index.execute("INSERT INTO changes VALUES (99, ?, 1)", (digest_of(7),))
+            until(watch, known, {digest_of(i): i != 2 for i in range(4)})
+    assert "more has changed at once" in caplog.text
 
 
 def test_a_store_of_before_is_told_from_the_start(tmp_path):

@@ -97,7 +97,6 @@ class BlockDirectory:
         blocks: dict[int, int] = {}
         loads: Counter[int] = Counter()
         """By the bits of replicas, how many blocks these alone have on disk alone."""
-        depth = 0
         for depth, (digest, below) in enumerate(zip(digests, on_disk, strict=True)):
             here = self._held.get(digest, 0) | (self._coming.get(digest, 0) if coming else 0)
             have = here | self._held.get(below, 0)

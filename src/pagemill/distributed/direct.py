@@ -17,6 +17,8 @@ from pagemill.engine.wire import HEADER
 TOKEN_BYTES = 32
 CONNECT_S = 2.0
 """The longest time until a connection is there and has said its token; Ray carries everything where it is not."""
+FIRST_S = 15.0
+"""The longest time until a first batch has come; who does not take the connection ends it at once."""
 MAX_STRANGERS = 64
 """Connections at once that have not said a token. For one more, the one ends that has waited longest."""
 MAX_BATCH_BYTES = 1 << 30
@@ -48,7 +50,7 @@ class DirectConnection:
     async def receive_first(self) -> bytes | None:
         """Returns the first batch; None where it does not come soon, and then the connection is closed."""
         try:
-            first = await asyncio.wait_for(self.receive(), CONNECT_S)
+            first = await asyncio.wait_for(self.receive(), FIRST_S)
         except asyncio.TimeoutError:
             first = None
         if first is None:
@@ -88,6 +90,7 @@ class DirectServer:
         made: asyncio.Future[DirectConnection] = asyncio.get_running_loop().create_future()
         self._offers[token] = made
         made.add_done_callback(lambda _: self._offers.pop(token, None))
+        asyncio.get_running_loop().call_later(CONNECT_S, self._offers.pop, token, None)
         return Offer(*self._address, token), made
 
     def close(self) -> None:
@@ -108,10 +111,11 @@ class DirectServer:
                 made = self._offers.get(token)
         finally:
             self._strangers.pop(writer, None)
-        if made is None or made.done():
-            writer.close()
-        else:
-            made.set_result(DirectConnection(reader, writer))
+        with contextlib.suppress(OSError):
+            if made is not None and not made.done():
+                made.set_result(DirectConnection(reader, writer))
+                return
+        writer.close()
 
 
 async def connect(offer: Offer) -> DirectConnection | None:
@@ -119,7 +123,7 @@ async def connect(offer: Offer) -> DirectConnection | None:
     try:
         opened = asyncio.open_connection(offer.host, offer.port)
         reader, writer = await asyncio.wait_for(opened, CONNECT_S)
+        writer.write(offer.token)
+        return DirectConnection(reader, writer)
     except (OSError, asyncio.TimeoutError):
         return None
-    writer.write(offer.token)
-    return DirectConnection(reader, writer)

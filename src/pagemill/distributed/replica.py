@@ -105,6 +105,7 @@ class EngineReplica:
         mine.outbox.put(self._client.facts)
         for held in in_parts(self._told, self._blocks):
             mine.outbox.put(held)
+        made: asyncio.Future[DirectConnection] | None = None
         try:
             if self._direct is not None:
                 offer, made = self._direct.offer()
@@ -112,11 +113,13 @@ class EngineReplica:
                 with contextlib.suppress(asyncio.TimeoutError):
                     mine.connection = await asyncio.wait_for(made, CONNECT_S)
             if mine.connection is not None:
-                await self._pass_by_ray(front_end, mine, mine.connection)
+                await self._serve_directly(front_end, mine, mine.connection)
                 return
             while (batch := await mine.outbox.take()) is not None:
                 yield batch
         finally:
+            if made is not None and not made.cancel() and not made.cancelled() and mine.connection is None:
+                made.result().close()  # it came as the stream ended
             if self._front_ends.get(front_end) is mine:
                 del self._front_ends[front_end]
                 if mine.requests:
@@ -167,7 +170,7 @@ class EngineReplica:
 
     # Inside
 
-    async def _pass_by_ray(self, front_end: str, mine: _FrontEnd, connection: DirectConnection) -> None:
+    async def _serve_directly(self, front_end: str, mine: _FrontEnd, connection: DirectConnection) -> None:
         """Sends and takes a front end's batches over its connection, until either side ends it."""
 
         async def take() -> None:

@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
     digests: names of the prompt's whole blocks, in order, where they are in memory. most_tokens: that its answer may
     have. session: a key that turns of one session share; None for no turn. on_disk: names of the same blocks where they
-    are on disk; empty for no disks.
+    are on disk; empty: disks do not count.
     """
 
     num_tokens: int

@@ -84,11 +84,11 @@ class TenantShares:
 
     def note_requests(self, tenant: str, replica: str, more: int) -> None:
         """Notes that a replica has so many more requests of a tenant, or fewer if `more` is negative."""
-        self._requests[tenant][replica] += more
+        _count(self._requests[tenant], replica, more)
 
     def note_blocks(self, tenant: str, replica: str, more: int) -> None:
         """Notes that a tenant has so many more active blocks at a replica, or fewer if `more` is negative."""
-        self._blocks[tenant][replica] += more
+        _count(self._blocks[tenant], replica, more)
 
     def forget(self, replica: str) -> None:
         """Forgets what a replica that is gone has computed, and was told."""
@@ -140,3 +140,10 @@ class TenantShares:
                 if told.get(tenant) != part:
                     told[tenant] = news[tenant] = part
         return news
+
+
+def _count(counts: Counter[str], replica: str, more: int) -> None:
+    """Adds to a replica's count; replicas come and go, so none stays with nothing."""
+    counts[replica] += more
+    if not counts[replica]:
+        del counts[replica]

@@ -71,7 +71,8 @@ class FollowedStore(OffloadStore, Protocol):
     def follow(self, group: int, most: int) -> Iterator[dict[bytes, bool]]:
         """Gives, page by page and without end, the digests of a layer group's blocks that are held (True), and of those
         that are no more (False): first all that the store has, `most` at a time, then what changes; an empty page where
-        there is nothing to tell now. Raises KVStoreError, and has ended then."""
+        there is nothing to tell now, the first of them behind all that the store has. Raises KVStoreError, and has
+        ended then."""
 
 
 class RemoteStore(Protocol):

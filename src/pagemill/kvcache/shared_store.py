@@ -109,7 +109,9 @@ class SharedStore:
             with self._lock:
                 blocks = [self._changed.popitem()[0] for _ in range(min(most, len(self._changed)))]
                 page = {block[0]: block in self._known for block in blocks if block[1] == group}
-            yield page
+                more = bool(self._changed)
+            if page or not more:
+                yield page
 
     def look(self) -> None:
         """Tells other processes what was used since the last look, and finds out which blocks they have written and

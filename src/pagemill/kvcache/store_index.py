@@ -29,7 +29,9 @@ VERSION = 2
 both are brought up to date where they are opened. Blocks of version 0 are the tenant "default"'s."""
 
 MOST_CHANGES = 1 << 16
-"""Changes that an index keeps for those who follow it, the last ones."""
+"""Changes that an index keeps at least for those who follow it, the last ones."""
+TRIMMED = 1 << 10
+"""How many changes are forgotten at once."""
 
 _TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
@@ -51,7 +53,8 @@ _TENANTS = (
 )
 _NOTE_CHANGE = (
     "INSERT INTO changes (digest, layer_group) VALUES ({row}.digest, {row}.layer_group); "
-    f"DELETE FROM changes WHERE number <= last_insert_rowid() - {MOST_CHANGES};"
+    f"DELETE FROM changes WHERE number <= last_insert_rowid() - {MOST_CHANGES} "
+    f"AND last_insert_rowid() % {TRIMMED} = 0;"
 )
 _CHANGES = (
     "CREATE TABLE changes (number INTEGER PRIMARY KEY, digest BLOB NOT NULL, layer_group INTEGER NOT NULL)",
@@ -141,7 +144,7 @@ class StoreIndex:
     def follow(self, group: int, most: int) -> Iterator[dict[bytes, bool]]:
         """Implements `FollowedStore.follow`. Blocks are listed in the order of their digests, and beside that changes
         are read as they come, whoever makes them. Each page is true when it is read, and what changes later follows in
-        a later one. Who falls behind by more than MOST_CHANGES is not told of all that has gone."""
+        a later one. Raises KVStoreError too where more has changed since the last page than is kept."""
         with self._reading() as lookup:
             seen = lookup.execute("SELECT COALESCE(MAX(number), 0) FROM changes").fetchone()[0]
         listed: bytes | None = b""
@@ -152,6 +155,8 @@ class StoreIndex:
                     "layer_group) WHERE number > ? ORDER BY number LIMIT ?"
                 )
                 changes = lookup.execute(query, (seen, most)).fetchall()
+                if changes and changes[0][0] > seen + 1:
+                    raise KVStoreError(f"more has changed at once in the KV store {self._folder} than its index keeps")
                 page = {digest: slot is not None for _, digest, its_group, slot in changes if its_group == group}
                 seen = changes[-1][0] if changes else seen
                 if listed is not None and len(changes) < most:
@@ -159,7 +164,8 @@ class StoreIndex:
                     more = [digest for (digest,) in lookup.execute(query, (listed, group, most - len(changes)))]
                     page |= dict.fromkeys(more, True)
                     listed = more[-1] if len(more) == most - len(changes) else None
-            yield page
+            if page or listed is None:
+                yield page
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Notes, with the next transaction, that blocks (digest, group) were used just now, the first of them last."""
@@ -233,10 +239,12 @@ class StoreIndex:
         self._db.execute("PRAGMA synchronous = NORMAL")
         with self.transaction() as db:
             if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
-                for statement in chain(_TABLES, *_UPDATES):
+                for statement in chain(_TABLES, _TENANTS):
                     db.execute(statement)
                 db.execute("INSERT INTO meta VALUES ('format', ?), ('slots', 0)", (self._format.to_json(),))
                 self._recover(db)
+                for statement in _CHANGES:  # what was there before is no change
+                    db.execute(statement)
             elif (version := db.execute("PRAGMA user_version").fetchone()[0]) > VERSION:
                 raise KVStoreError(
                     f"the index of the KV store {self._folder} has version {version}, and this pagemill reads versions "

@@ -36,6 +36,8 @@ class StoreWatch:
         self._store = store
         self._group = group
         self._found: dict[bytes, bool] = {}
+        self._told: set[bytes] = set()
+        """What was found and has not left: a new listing says which of it has left unseen."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kv-watch", daemon=True)
@@ -59,7 +61,8 @@ class StoreWatch:
 
     def _follow(self) -> None:
         wait_s, failed = 0.0, False
-        pages = self._store.follow(self._group, PAGE)
+        pages, listed = self._store.follow(self._group, PAGE), set[bytes]()
+        is_listing = True
         while not self._closing.wait(wait_s):
             if len(self._found) >= MOST_WAITING:
                 wait_s = FULL_S
@@ -70,8 +73,15 @@ class StoreWatch:
             except KVStoreError as error:
                 if not failed:
                     logger.warning("what is on disk is not told to other replicas: %s", error)
-                pages, wait_s, failed = self._store.follow(self._group, PAGE), AGAIN_S, True
+                pages, listed, is_listing = self._store.follow(self._group, PAGE), set(), True
+                wait_s, failed = AGAIN_S, True
                 continue
+            if is_listing:
+                listed |= page.keys()
+                if not page:
+                    page, listed, is_listing = dict.fromkeys(self._told - listed, False), set(), False
+            for digest, held in page.items():
+                (self._told.add if held else self._told.discard)(digest)
             with self._lock:
                 self._found |= page
             took_s, failed = time.monotonic() - begin_s, False

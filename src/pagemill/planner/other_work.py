@@ -13,7 +13,7 @@ by the host (proc(5))."""
 
 
 class OtherWork:
-    """Looks from time to time at the processors that this process may use. Only Linux says what they do."""
+    """Measures, between two looks, the processors that this process may use. Only Linux says what they do."""
 
     def __init__(self, stat: Path = STAT) -> None:
         """stat: the file with the processors' counts."""

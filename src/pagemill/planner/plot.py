@@ -39,7 +39,8 @@ def draw(plan: Plan, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(13.5, 4), layout="constrained")
     limits = (plan.limits.ttft_p99_s or 0.0, plan.limits.tpot_p99_s)
     for option in plan.options:
-        ranks, trials = option.size.settings.ranks, option.size.own_trials
+        ranks = option.size.settings.ranks
+        trials = [trial for trial in option.size.own_trials if not trial.cut]
         for one, name, limit in zip(axes, ("ttft_p99_s", "tpot_p99_s"), limits, strict=False):
             trials = sorted([*trials, option.at_share], key=lambda trial: trial.rate)
             points = [(trial.rate / ranks, 1e3 * getattr(trial, name)) for trial in trials]

@@ -101,7 +101,7 @@ class _TimedExecutor:
 
 
 class _Noted(NamedTuple):
-    """Is a step as it is noted while others wait to be run: what it did is counted later."""
+    """Holds a step that has run, whose work is counted later."""
 
     plan: StepPlan
     seconds: float
@@ -156,7 +156,7 @@ class RealEngine:
     @property
     def steps(self) -> list[MeasuredStep]:
         """What each step did, its seconds by the clock, and whether it had the machine for itself."""
-        self._look(LOOK_S / 2)  # a shorter look tells nothing
+        self._look(LOOK_S)
         self._count_noted()
         return self._steps
 
@@ -233,6 +233,7 @@ class RealEngine:
         prompts = self._prompts(trace)
         waiting = list(zip(trace, prompts, strict=True))[::-1]
         ended = 0
+        self._look(0.0)  # what came before is not this trace's
         self.disturbed.clear()
         self._served_s = time.perf_counter()
         clock = self._clock()
@@ -266,7 +267,8 @@ class RealEngine:
                     ended += 1
                     progress(ended)
         outcome.end_s = clock.now()
-        self._look(LOOK_S / 2)
+        self._look(LOOK_S)
+        self._count_noted()
         outcome.preemptions = self.core.stats().preemptions - before
         return outcome
 

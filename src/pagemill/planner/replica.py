@@ -159,8 +159,8 @@ def run_trial(
 
     limits: given, the trial is cut once it is certain that its p99 breaks one.
     """
-    # Compaction takes no simulated time and changes no table: without it the same is served, but for a cached block that
-    # it may evict a little sooner.
+    # Compaction takes no simulated time and changes no table: without it the same is served, but for a cached block
+    # that it may evict a little sooner.
     setup = Setup(
         roofline.kv_bytes,
         max_num_seqs=settings.max_num_seqs,
