@@ -20,6 +20,8 @@ from pagemill.kvcache.layers_ahead import LayersAhead
 from pagemill.kvcache.layout import FrameShape, block_major
 from pagemill.kvcache.streamed_view import Numbering
 
+pytestmark = pytest.mark.gpu
+
 LAYERS, BLOCK, KV_HEADS, DIM = 3, 16, 2, 32
 POOL, ALL = 6, 11
 CONTEXTS = [108, 57]

@@ -127,7 +127,8 @@ def test_what_is_not_finite_spoils_its_own_token_only(bad: float) -> None:
     assert not got[3].isfinite().any()
     assert not got[6].isfinite().any()
     others = [token for token in range(9) if token not in (3, 6)]
-    assert torch.equal(got[others], sound[others])
+    # The interpreter's products, which are NumPy's, differ in bits by a row's place.
+    torch.testing.assert_close(got[others], sound[others], rtol=1e-5, atol=1e-5)
 
 
 def test_of_equal_experts_the_first_count() -> None:
