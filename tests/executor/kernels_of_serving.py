@@ -59,6 +59,7 @@ class Started:
     """Holds what has been started: kernels, with what they are compiled for."""
 
     kernels: dict[str, set[str]] = field(default_factory=dict)
+    times: int = 0
 
     @contextmanager
     def noting(self) -> Any:
@@ -70,6 +71,7 @@ class Started:
         def note(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             arguments, specialized, options = kernel.device_caches[0][-1](*args, **kwargs)
             self.kernels.setdefault(kernel.__name__, set()).add(f"{specialized} {options}")
+            self.times += 1
             for result in (arguments.get(name) for name in RESULTS):
                 if isinstance(result, torch.Tensor):
                     result.zero_()
@@ -91,7 +93,8 @@ def late_kernels(model: str, **settings: Any) -> dict[str, list[str]]:
     with started.noting(), device:
         late = Late(config, open_executor(config, backend=backend, device=device), depth=2)
         late.executor.warm_up()
-        before = {name: set(known) for name, known in started.kernels.items()}
+        before, times = {name: set(known) for name, known in started.kernels.items()}, started.times
+        assert before, "no kernel was started before the first request"
         draw = random.Random(0)
         for round_, kinds in enumerate([KINDS[:1], KINDS[1:2], KINDS]):
             for count in (1, 12):
@@ -102,6 +105,7 @@ def late_kernels(model: str, **settings: Any) -> dict[str, list[str]]:
                 late.run()
         late.executor.close()
         assert not late.errors, late.errors
+        assert started.times > times, "no kernel was started by requests"
         device.synchronize()
     found = {name: sorted(known - before.get(name, set())) for name, known in started.kernels.items()}
     return {name: late for name, late in found.items() if late}

@@ -197,6 +197,25 @@ def test_blocks_that_no_memory_can_be_pinned_for_are_not_read_and_not_written(
     assert (contents(frames) == expected).all()
 
 
+def test_numbers_of_frames_come_without_pinned_memory_too(device, frames, monkeypatch) -> None:
+    pinned, size = device.pinned, frames.bytes[:, 0].numel()
+
+    def refuse(nbytes):
+        if nbytes == 8 * 2:
+            raise RuntimeError("CUDA error: out of memory")
+        return pinned(nbytes)
+
+    assert 2 * size != 8 * 2
+    expected = contents(frames)
+    expected[[5, 6]] = expected[[3, 1]]
+    monkeypatch.setattr(device, "pinned", refuse)
+    assert frames.copy([3, 1], [5, 6]) == []
+    records, whole = frames.read([5, 6])
+    assert whole == [True, True]
+    assert (records == expected[[5, 6]]).all()
+    assert (contents(frames) == expected).all()
+
+
 def test_a_load_that_fails_changes_nothing(device, frames) -> None:
     expected = contents(frames)
 

@@ -29,6 +29,7 @@ from pagemill.executor import graphs, process_group, rank, ranks
 from pagemill.executor.load import open_executor
 from pagemill.executor.process_group import GroupExchange, host_meeting
 from pagemill.executor.rank_devices import check_alike
+from pagemill.executor.trial_steps import FEW_TOKENS
 from waiting import wait_until
 
 LAYERS, FRAME_BYTES = 2, 8192
@@ -72,6 +73,19 @@ def test_graphs_on_all_ranks_bring_the_tokens_of_one(small_model, device, size):
     assert sum(graph.replays for graph in device.graphs) > len(device.graphs)
     check_collectives(device.collectives, device.collectives["broadcast_"])
     assert tokens == on_one(small_model, requests)
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "most"), [(8 * FRAME_BYTES, FEW_TOKENS), (None, SMALL["max_num_batched_tokens"])]
+)
+def test_ranks_compile_by_steps_that_are_sure_to_have_memory(small_model, device, monkeypatch, kv_memory, most):
+    """None goes on alone where another cannot."""
+    _, executor = opened(small_model, device, kv_memory=kv_memory)
+    forward, seen = executor.decoder.forward, []
+    monkeypatch.setattr(executor.decoder, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
+    executor.compile()
+    executor.close()
+    assert max(seen) == most
 
 
 def test_an_engine_plans_ahead_of_all_ranks_and_blocks_come_and_go(small_model, device, monkeypatch):
@@ -165,6 +179,7 @@ def test_the_end_of_a_group_that_waits_for_graphs_is_begun_once_and_not_waited_f
     exchange.abort()
     exchange.abort()
     gone.set()
+    exchange._aborting.join()  # noqa: SLF001
     assert begun == [1]
 
 

@@ -21,6 +21,7 @@ from core.drive import drive, request
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.stats import ENGINE_METRICS
+from pagemill.errors import DeviceLostError
 from pagemill.executor import graphs
 from pagemill.executor.backend import torch_backend
 from pagemill.executor.graphs import FREE_SHARE, WAYS, batch_sizes
@@ -190,34 +191,79 @@ def test_graphs_that_gave_memory_up_come_back_as_their_steps_do(small_model, dev
     core.close()
 
 
-def test_a_start_without_memory_for_many_rows_goes_on(small_model, device, monkeypatch, caplog):
-    _, late = opened(small_model, device)
-    step = late.executor._steps.run  # noqa: SLF001
-
-    def narrow(slot, memory, places, shape, padded):
-        if padded.tokens == 8:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(slot, memory, places, shape, padded)
-
-    monkeypatch.setattr(late.executor._steps, "run", narrow)  # noqa: SLF001
-    late.executor.warm_up()
-    assert "too little memory is left for steps of 8 rows: CUDA out of memory" in caplog.text
-    assert late.executor.graphs() == GraphFacts(0, 0)
-
-
-def test_a_trial_without_memory_is_told_and_the_engine_starts(small_model, device, monkeypatch, caplog):
-    config, late = opened(small_model, device)
-    forward = late.executor.decoder.forward
+def refused(late, monkeypatch, tokens: int, error: Exception) -> list[int]:
+    """Refuses all steps of so many tokens. Returns a list that gets the tokens of all steps to come."""
+    forward, seen = late.executor.decoder.forward, []
 
     def narrow(token_ids, *rest):
-        if len(token_ids) == config.max_num_batched_tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        seen.append(len(token_ids))
+        if len(token_ids) == tokens:
+            raise error
         return forward(token_ids, *rest)
 
     monkeypatch.setattr(late.executor.decoder, "forward", narrow)
+    return seen
+
+
+def test_a_start_without_memory_for_many_rows_goes_on(small_model, device, monkeypatch, caplog):
+    _, late = opened(small_model, device)
+    seen = refused(late, monkeypatch, 8, torch.OutOfMemoryError("CUDA out of memory"))
     late.executor.warm_up()
-    assert "max_num_batched_tokens allows steps of 24 tokens" in caplog.text
+    assert "the warm-up leaves out decode steps of 8 rows: CUDA out of memory" in caplog.text
+    assert captured(late) == [(size, 64, draws) for size in (4, 2, 1) for draws in (False, True)]
+    tried = len(seen)
+    shape = graphs._decoding(8, 64, False, False)  # noqa: SLF001
+    assert [late.executor._steps.padded(shape) for _ in range(9)] == [None] * 9, "it is not tried again"  # noqa: SLF001
+    assert len(seen) == tried
+    late.executor._steps.clear()  # noqa: SLF001
+    assert [late.executor._steps.padded(shape) for _ in range(9)][-1] == shape  # noqa: SLF001
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        ValueError("out of resource: shared memory"),
+    ],
+    ids=["torch", "cublas", "triton"],
+)
+def test_a_trial_without_memory_is_told_and_the_engine_starts(small_model, device, monkeypatch, caplog, error):
+    config, late = opened(small_model, device)
+    chosen = []
+    refused(late, monkeypatch, config.max_num_batched_tokens, error)
+    monkeypatch.setattr(late.executor._steps, "_choose_as_from_host", lambda: chosen.append(1))  # noqa: SLF001
+    late.executor.warm_up()
+    assert "the warm-up leaves out trial steps of 24 tokens and more: " in caplog.text
+    assert str(error) in caplog.text
+    if isinstance(error, torch.OutOfMemoryError):
+        assert "steps of 24 tokens, with 2 samples, have too little memory left" in caplog.text
     assert late.executor.graphs().number == AHEAD
+    assert chosen
+
+
+def test_trials_larger_than_one_without_memory_are_left_out(small_model, device, monkeypatch, caplog):
+    _, late = opened(small_model, device)
+    seen = refused(late, monkeypatch, 8, torch.OutOfMemoryError("CUDA out of memory"))
+    late.executor.compile()
+    assert max(seen) == 8
+    assert "steps of 8 tokens, with 2 samples, have too little memory left" in caplog.text
+
+
+def test_a_device_that_shows_no_rows_what_they_take_captures_nothing(small_model, device, monkeypatch):
+    _, late = opened(small_model, device)
+    monkeypatch.setattr(device, "peak", None)
+    late.executor.warm_up()
+    assert late.executor.graphs() == GraphFacts(0, 0)
+
+
+def test_a_device_that_is_lost_ends_the_start(small_model, device, monkeypatch):
+    _, late = opened(small_model, device)
+    refused(late, monkeypatch, 8, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    device.broken = True
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        late.executor.warm_up()
+    device.broken = False
 
 
 def test_an_engine_warms_up_counts_its_graphs_and_keeps_them_when_its_pool_changes(small_model, device):

@@ -348,6 +348,7 @@ class EngineCore:
         memory, compaction, drafts = self.memory, self.memory.compaction, self.scheduler.drafts
         answers = None if self.scheduler.drafter is None else self.scheduler.drafter.answers
         below = {} if self.tiers is None else self.tiers.offload.blocks_by_tenant()
+        graphs = self.executor.graphs()
         return EngineStats(
             **asdict(memory.stats()),
             **memory.occupancy()._asdict(),
@@ -376,8 +377,8 @@ class EngineCore:
             compactions=compaction.sequences,
             stalled_s=self._stalled_s,
             block_bytes=self.executor.facts.frame_bytes,
-            graphs=self.executor.graphs().number,
-            graph_bytes=self.executor.graphs().nbytes,
+            graphs=graphs.number,
+            graph_bytes=graphs.nbytes,
             tier_blocks={tier: sum(held.values()) for tier, held in below.items()},
             tenants={one.account.name: tenant_stats(one, below) for one in self.scheduler.tenants},
         )

@@ -9,13 +9,16 @@ import torch
 
 from pagemill.errors import KVMemoryError
 from pagemill.executor.device import Device
-from pagemill.executor.trial_steps import LargestStep, RunOver, Trial, prepare
+from pagemill.executor.trial_steps import RunOver, Trial, prepare
 from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS, STAGED
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
 from pagemill.kvcache.transfers import BATCH_BYTES, PIECE_BYTES
 
 TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES + STAGED * PIECE_BYTES
 """Memory through which frames are copied, and blocks leave the device and come to it."""
+STREAMING_BYTES = 2 * COPY_BYTES
+"""What streamed frames take beside that: copies to them go through twice as much, and what is brought through its
+own."""
 
 
 @torch.inference_mode()
@@ -26,23 +29,21 @@ def activation_peak(
     frames: FrameShape,
     layout: LayoutMaker,
     max_model_len: int,
-    largest: LargestStep,
 ) -> int:
-    """Runs a trial step, and returns the bytes that it takes at most, see `Device.peak`. largest: names the settings in
-    the KVMemoryError that is raised if there is too little memory."""
-    with named_if_too_large(largest, device.where):
+    """Runs a trial step, and returns the bytes that it takes at most, see `Device.peak`. Raises KVMemoryError if there
+    is too little memory."""
+    with named_if_too_large(trial, device.where):
         return device.peak(prepare(trial, device, run, frames, layout, max_model_len))
 
 
 @contextmanager
-def named_if_too_large(largest: LargestStep, where: torch.device) -> Iterator[None]:
-    """Names the setting, and the ways out, where memory is too short inside."""
+def named_if_too_large(trial: Trial, where: torch.device) -> Iterator[None]:
+    """Names the step, the setting, and the ways out, where memory is too short inside."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise KVMemoryError(
-            f"max_num_batched_tokens allows steps of {largest.tokens} tokens, and one of these, with {largest.samples} "
-            f"samples, has too little memory on {where} beside the weights ({error}); lower "
-            "max_num_batched_tokens or max_num_seqs, or free memory",
+            f"steps of {trial.query_lens.sum()} tokens, with {trial.samples} samples, have too little memory left on "
+            f"{where} ({error}); lower max_num_batched_tokens or max_num_seqs, or free memory",
             param="max_num_batched_tokens",
         ) from error

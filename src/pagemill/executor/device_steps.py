@@ -5,6 +5,7 @@ Where several devices work as one, each has its own, and is given the same array
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pagemill.attention.interface import HostLengths
-from pagemill.executor.activation_peak import TRANSFER_BYTES, activation_peak, named_if_too_large
+from pagemill.errors import DeviceLostError
+from pagemill.executor.activation_peak import STREAMING_BYTES, TRANSFER_BYTES, activation_peak, named_if_too_large
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import EDIT_ARRAYS, DeviceRows, Queries
@@ -36,6 +38,8 @@ from pagemill.models.decoder import OnLayer
 from pagemill.models.sharding import SummingExchange
 from pagemill.sampling.kernels import DeviceChoices
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
+
+logger = logging.getLogger(__name__)
 
 
 class Together(NamedTuple):
@@ -75,30 +79,59 @@ class DeviceSteps:
             self._graphs = Graphs(device, self._step, max_num_seqs, max_model_len, *agree)
         self._kept_bytes = 0
         """Memory that steps, graphs and transfers need, and is not the pool's."""
-        self._row_bytes = 0
+        self._row_bytes: int | None = None
+        """What a row of a decode step takes; None while that is not known."""
         worker.decoder.reach(max_model_len)  # nothing that steps use moves afterwards
 
-    def measure(self, largest: LargestStep, shape: FrameShape) -> None:
+    def measure(self, largest: LargestStep, shape: FrameShape, streams: bool) -> None:
         """Runs the step of the most tokens, and that of the most rows. From then on, what steps need counts as used
-        memory. Raises KVMemoryError."""
+        memory, and what transfers do, those of streamed frames where it `streams`. Raises KVMemoryError."""
         context = self._max_model_len - 1
         tokens = largest_trial(largest, self._max_model_len, self.truncates)
         rows = widest_trial(largest, max(1, context), self.truncates)
-        peak = max(self._peak(trial, largest, shape) for trial in (tokens, rows))
+        peak = max(self._peak(trial, shape) for trial in (tokens, rows))
         graphs = 0 if self._graphs is None else budget(self.device.memory().free)
-        self._kept_bytes = peak + graphs + TRANSFER_BYTES
+        self._kept_bytes = peak + graphs + TRANSFER_BYTES + (STREAMING_BYTES if streams else 0)
 
     def compile(self, largest: LargestStep, shape: FrameShape) -> None:
-        """Runs steps that have all kernels compiled which steps use, and looks what rows of a decode step take. Raises
-        KVMemoryError if one has too little memory."""
-        layout, longest = self._backend.layout, self._max_model_len
-        with torch.inference_mode(), named_if_too_large(largest, self.device.where):
-            for trial in compiling_trials(largest, longest, self.truncates):
-                prepare(trial, self.device, self._step_over, shape, layout, longest)()
-            self._choose_as_from_host()
-        widest = widest_trial(largest, max(1, min(AHEAD_CONTEXT, longest - 1)), self.truncates)
-        self._row_bytes = self._peak(widest, largest, shape) // len(widest.query_lens)
+        """Looks what rows of a decode step take, and runs steps that have all kernels compiled which steps use: of more
+        and more tokens, until one fails. Raises what `survives` does."""
+        few = largest
+        while few.rows and not self.survives(f"a trial step of {few.rows} rows", self._measure_rows, few, shape):
+            few = few._replace(rows=few.rows // 2)
+        for trial in compiling_trials(largest, self._max_model_len, self.truncates):
+            what = f"trial steps of {trial.query_lens.sum()} tokens and more"
+            if not self.survives(what, self._try, trial, shape):
+                break
+        self.survives("sampling behind the host", self._choose_as_from_host)
 
+    def survives(self, what: str, work: Callable[..., object], *args: object) -> bool:
+        """Does work of the warm-up, without which a device can serve too. Returns whether that went well; if not, a
+        warning names it. Raises DeviceLostError, and any error of a device that works with others: they wait for
+        it."""
+        try:
+            work(*args)
+        except Exception as error:  # a full device has many: torch's, a library's, Triton's
+            if self._exchange is not None:
+                raise
+            try:
+                self.device.synchronize()
+            except RuntimeError as last:
+                raise DeviceLostError.of(self.device.where, last) from error
+            logger.warning("the warm-up leaves out %s: %s", what, error)
+            return False
+        return True
+
+    def _measure_rows(self, largest: LargestStep, shape: FrameShape) -> None:
+        context = max(1, min(AHEAD_CONTEXT, self._max_model_len - 1))
+        self._row_bytes = self._peak(widest_trial(largest, context, self.truncates), shape) // largest.rows
+
+    @torch.inference_mode()
+    def _try(self, trial: Trial, shape: FrameShape) -> None:
+        with named_if_too_large(trial, self.device.where):
+            prepare(trial, self.device, self._step_over, shape, self._backend.layout, self._max_model_len)()
+
+    @torch.inference_mode()
     def _choose_as_from_host(self) -> None:
         """Samples as steps do that need the host between two tokens."""
         vocab, places = self._worker.decoder.spec.vocab_size, np.zeros(1, np.int64)
@@ -110,13 +143,12 @@ class DeviceSteps:
 
     def ahead(self) -> Iterator[Shape]:
         """Gives the shapes of the decode steps that are to be captured before the first step, one after the other, once
-        kernels have been compiled."""
-        if self._graphs is not None:
+        kernels have been compiled, and what rows take is known."""
+        if self._graphs is not None and self._row_bytes is not None:
             yield from self._graphs.ahead(self._row_bytes, self.truncates)
 
-    def _peak(self, trial: Trial, largest: LargestStep, shape: FrameShape) -> int:
-        layout, longest = self._backend.layout, self._max_model_len
-        return activation_peak(trial, self.device, self._step_over, shape, layout, longest, largest)
+    def _peak(self, trial: Trial, shape: FrameShape) -> int:
+        return activation_peak(trial, self.device, self._step_over, shape, self._backend.layout, self._max_model_len)
 
     @property
     def graphs(self) -> GraphFacts:

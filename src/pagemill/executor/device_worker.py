@@ -57,7 +57,7 @@ class DeviceWorker(Worker):
                 self._exchange.broadcast(hidden)
                 decoder.logits(hidden)
             case Measure():
-                self._steps.measure(message.largest, self._shape)
+                self._steps.measure(message.largest, self._shape, message.streams)
             case Compile():
                 self._steps.compile(message.largest, self._shape)
 

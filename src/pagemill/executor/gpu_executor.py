@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagemill.errors import DeviceLostError, EngineDeadError, KVMemoryError, NonFiniteLogitsError
+from pagemill.errors import DeviceLostError, EngineDeadError, NonFiniteLogitsError
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import Edits
@@ -99,20 +99,18 @@ class GpuExecutor(LocalExecutor):
 
     def measure(self) -> None:
         """Measures what the largest steps need beside the pool."""
-        self._steps.measure(self._largest, self._shape)
+        self._steps.measure(self._largest, self._shape, "host" in self.facts.streams)
 
     def compile(self) -> None:
         """Has the kernels compiled that steps use."""
         self._steps.compile(self._largest, self._shape)
 
     def warm_up(self) -> str:
-        """Has kernels compiled, and captures the usual decode steps, as steps of nobody's rows."""
+        """Has kernels compiled, and captures the usual decode steps, as steps of nobody's rows. Does what the memory
+        allows."""
         logger.info("compiling the kernels of steps, which takes minutes where Triton has not kept them")
         begin = time.monotonic()
-        try:
-            self.compile()
-        except KVMemoryError as error:
-            logger.warning("%s", error)
+        self.compile()
         done = f"kernels compiled in {time.monotonic() - begin:.1f} s"
         logger.info(done)
         if captured := self._capture_ahead():
@@ -127,11 +125,7 @@ class GpuExecutor(LocalExecutor):
             if time.monotonic() - told > TELL_S:
                 told = time.monotonic()
                 logger.info("%d decode steps are captured; %d rows come next", self.graphs().number, shape.tokens)
-            try:
-                self._capture(shape)
-            except torch.OutOfMemoryError as error:
-                logger.warning("too little memory is left for steps of %d rows: %s", shape.tokens, error)
-                break
+            self._steps.survives(f"decode steps of {shape.tokens} rows", self._capture, shape)
         count, nbytes = self.graphs()
         seconds = time.monotonic() - begin
         return f"{count} decode steps captured as graphs in {seconds:.1f} s, {nbytes >> 20} MiB" if count else ""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagemill.executor.device import Captured, Device
@@ -92,7 +93,8 @@ class Graphs:
 
     run: what is captured.
     agree: told whether a step has been captured here, says whether it counts: on all of several devices that work as
-        one, whose joint work must be captured everywhere or nowhere. Only one of them asks what is `padded`.
+        one, whose joint work must be captured everywhere or nowhere. Only one of them asks what is `padded`. None for a
+        device alone, where a capture that has too little memory leaves those of fewer rows theirs.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Graphs:
         run: RunStep,
         rows: int,
         context: int,
-        agree: Callable[[bool], bool] = lambda captured: captured,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self._device = device
         self._run = run
@@ -109,6 +111,8 @@ class Graphs:
         self._sizes, self._contexts = batch_sizes(rows), context_lengths(context)
         self._captured: dict[Shape, DecodeGraph] = {}
         self._seen: Counter[Shape] = Counter()
+        self._short: set[Shape] = set()
+        """Shapes whose capture had too little memory: they are not tried again."""
         self._bytes = 0
         self._full = False
 
@@ -132,7 +136,7 @@ class Graphs:
         self._seen[shape] += 1
         other = self._doing_for(shape)
         worth_it = self._seen[shape] > (WORTH_IT if other is None else WORTH_MORE)
-        return shape if worth_it and self._has_room() else other
+        return shape if worth_it and shape not in self._short and self._has_room() else other
 
     def ahead(self, row_bytes: int, truncates: bool) -> Iterator[Shape]:
         """Gives the shapes to capture before the first step, as long as there is room: all numbers of rows, the most
@@ -177,6 +181,7 @@ class Graphs:
         up."""
         self._captured.clear()
         self._seen.clear()
+        self._short.clear()
         self._bytes = 0
         self._full = False
 
@@ -188,13 +193,14 @@ class Graphs:
         return not self._full
 
     def _capture(self, memory: Tensor, places: Sequence[Place], shape: Shape) -> DecodeGraph | None:
-        """Captures a step; None, from then on for all, where that fails."""
-        if self._full:
+        """Captures a step; None where that fails: from then on for all, unless it had too little memory."""
+        if self._full or shape in self._short:
             return None
         arrays = memory[: places[-1].begin + places[-1].nbytes].clone()
-        captured = self._try(lambda: self._run(arrays, places, shape))
-        if not self._agree(captured is not None) or captured is None:
+        captured = self._try(lambda: self._run(arrays, places, shape), shape)
+        if self._agree is not None and not self._agree(captured is not None):
             self._full = True
+        if captured is None or self._full:
             return None
         self._bytes += captured.nbytes
         known = self._captured[shape] = DecodeGraph(captured, arrays)
@@ -204,11 +210,16 @@ class Graphs:
         )
         return known
 
-    def _try(self, run: Callable[[], Tensor]) -> Captured | None:
+    def _try(self, run: Callable[[], Tensor], shape: Shape) -> Captured | None:
         """Captures what `run` does, if the device can."""
         try:
             return self._device.capture(run)
         except Exception as error:  # of torch, or of Triton, whose kernel for this shape may take too much of the GPU
             self._device.synchronize()
-            logger.warning("decode steps run without CUDA graphs, more slowly: %s", error)
+            if self._agree is None and isinstance(error, torch.OutOfMemoryError):
+                self._short.add(shape)
+                logger.warning("decode steps of %d rows have too little memory for a graph: %s", shape.tokens, error)
+            else:
+                self._full = True
+                logger.warning("decode steps run without CUDA graphs, more slowly: %s", error)
             return None

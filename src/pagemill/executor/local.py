@@ -68,7 +68,7 @@ class LocalExecutor(Worker):
         return first_streamed
 
     def warm_up(self) -> str:
-        """Does nothing: kernels are compiled, and no steps are captured."""
+        """Does nothing: a CPU's kernels are compiled already, and its steps are not captured."""
         return ""
 
     def graphs(self) -> GraphFacts:

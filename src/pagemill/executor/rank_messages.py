@@ -95,9 +95,10 @@ class Captured(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """Measures what the largest step needs beside the pool, together with rank 0."""
+    """Measures what the largest step needs beside the pool, together with rank 0; see `DeviceSteps.measure`."""
 
     largest: LargestStep
+    streams: bool
 
 
 class Compile(NamedTuple):

@@ -25,7 +25,7 @@ from pagemill.executor.ranks import Ranks
 from pagemill.executor.record_parts import RecordParts
 from pagemill.executor.staging import Place, Slot
 from pagemill.executor.tensor_parallel import TensorParallelExecutor
-from pagemill.executor.trial_steps import LargestStep
+from pagemill.executor.trial_steps import FEW_TOKENS, LargestStep
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
@@ -65,13 +65,19 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
 
     def measure(self) -> None:
         with self.ranks.waiting():
-            self.ranks.send(Measure(self._largest))
+            self.ranks.send(Measure(self._largest, "host" in self.facts.streams))
             super().measure()
 
     def compile(self) -> None:
+        """Has kernels compiled by steps that are no larger than what `measure` has run: no device can go on where
+        another has too little memory. Where it has run nothing, as the pool's size was given, these are of a few
+        tokens, and the first large ones compile what is missing."""
+        largest = self._largest
+        if not self.facts.counts_steps:
+            largest = LargestStep(*(min(number, FEW_TOKENS) for number in largest))
         with self._together():
-            self.ranks.send(Compile(self._largest))
-            super().compile()
+            self.ranks.send(Compile(largest))
+            self._steps.compile(largest, self._shape)
 
     def memory(self) -> ExecutorMemory:
         """Returns the memory of all devices, of which each has as much as the one with the least."""

@@ -73,8 +73,8 @@ class GpuFrames:
         for first in range(0, len(here), self._at_once):
             part = slice(first, first + self._at_once)
             origins = origins_of(here[part], there[part])
-            records = words.index_select(1, self._upload([*origins.values()]))
-            words.index_copy_(1, self._upload([*origins]), records)
+            sources, targets = self._upload([*origins.values()]), self._upload([*origins])
+            words.index_copy_(1, targets, words.index_select(1, sources))
         return []
 
     def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
@@ -112,9 +112,12 @@ class GpuFrames:
 
     def _upload(self, frames: list[int]) -> Tensor:
         """Returns numbers of frames on the device, int64 [n], for computations. Raises IndexError for those that
-        do not exist: if the device found them, it would be lost."""
+        do not exist: if the device found them, it would be lost. Waits for the device where no memory can be pinned."""
         self._check(frames)
-        host = self._streams.pinned(8 * len(frames))
+        try:
+            host = self._streams.pinned(8 * len(frames))
+        except RuntimeError:
+            return torch.tensor(frames, dtype=torch.int64, device=self._streams.where)
         host.numpy().view(np.int64)[:] = frames
         there = torch.empty(len(frames), dtype=torch.int64, device=self._streams.where)
         self._streams.copy(host, there.view(torch.uint8))

@@ -28,7 +28,12 @@ class LayersAhead:
         frames: by layer group, those that the step reads, counted from the first streamed one.
         """
         runs = [_runs(each) for each in frames]
-        streaming = [layer for layer, (group, _) in enumerate(self._at) if runs[group]]
+        following: dict[int, int | None] = {}
+        """By layer, the next one that streams."""
+        behind: int | None = None
+        for layer in reversed(range(len(self._at))):
+            following[layer] = behind
+            behind = layer if runs[self._at[layer][0]] else behind
         come: dict[int, Event] = {}
 
         def bring(layer: int) -> None:
@@ -37,14 +42,13 @@ class LayersAhead:
                 come[layer] = self._frames.bring(place, runs[group])
 
         def begin(layer: int) -> None:
-            streams = layer in streaming
+            streams, after = bool(runs[self._at[layer][0]]), following[layer]
             if streams:
                 bring(layer)
                 self._streams.compute.wait_event(come[layer])
-            following = next((other for other in streaming if other > layer), None)
             # Layers whose places are an even number apart share slots, which this one is about to read.
-            if following is not None and not (streams and self._share(layer, following)):
-                bring(following)
+            if after is not None and not (streams and self._share(layer, after)):
+                bring(after)
 
         return begin
 

@@ -76,6 +76,7 @@ class StreamingGpuFrames(GpuFrames):
                     streams.copy(self._memory[place, at * nbytes : (at + count) * nbytes], come.view(-1))
                     slots = torch.as_strided(self.bytes, (count, nbytes), (apart, 1), begin + at * apart)
                     _wide(slots).copy_(_wide(come))
+                    del come  # before the next is asked for
             self._brought = bus.record_event()
         return self._brought
 
