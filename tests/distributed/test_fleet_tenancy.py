@@ -317,11 +317,12 @@ def test_a_tenant_that_works_in_one_replica_gets_what_others_have_elsewhere_take
     ("calm_at", "elsewhere", "told"),
     [
         ("a", {"flood": 240}, {"flood": 240}),
-        ("ab", {"flood": 240}, {"flood": 120}),
-        ("abc", {"flood": 240}, {"flood": 80}),
-        ("abc", {"flood": 200, "calm": 100}, {}),  # by weight as much
-        ("abc", {"flood": 260, "calm": 100}, {"flood": 20}),
-        ("ab", {"flood": 100, "calm": 100}, {"calm": 16}),  # of 50, by the flood's requests in three
+        ("ab", {"flood": 240}, {"flood": 60}),
+        ("abc", {"flood": 240}, {}),  # each is fair by itself
+        ("a", {"flood": 200, "calm": 100}, {}),  # by weight as much
+        ("a", {"flood": 260, "calm": 100}, {"flood": 60}),
+        ("ab", {"flood": 260, "calm": 100}, {"flood": 15}),
+        ("ab", {"flood": 100, "calm": 100}, {}),  # the flood is behind, and has requests in all
         ("", {"flood": 240, "calm": 30}, {}),
     ],
 )

@@ -6,7 +6,7 @@ others have computed its tenants are ahead of each other, which count as service
 there (`EngineRequest.guaranteed_here`).
 
 A tenant that is behind catches up wherever it has requests. If each of these replicas made up for all of it, it would
-get too much, and then too little: so each makes up for its part.
+get too much, and then too little. So each makes up for a part, the smaller the more of all replicas they are.
 """
 
 from __future__ import annotations
@@ -116,15 +116,22 @@ class TenantShares:
 
     def _leads(self, replica: str, news: Mapping[str, int]) -> dict[str, int]:
         """Returns what counts of tokens from elsewhere: those beyond what each tenant has had, by weight, that has
-        requests here; and of these the replica's part, where the tenants that are behind have requests in several."""
+        requests here; and of these the replica's part, as of who is behind with the fewest replicas."""
         service = {
             tenant: news.get(tenant, 0) / self._weight(tenant) for tenant, at in self._requests.items() if at[replica]
         }
         least = min(service.values(), default=0.0)
         behind = [tenant for tenant, each in service.items() if each == least]
-        parts = min((sum(each > 0 for each in self._requests[tenant].values()) for tenant in behind), default=1)
-        leads = {tenant: int((count - least * self._weight(tenant)) / parts) for tenant, count in news.items()}
+        share = max((self._share_of_one(tenant) for tenant in behind), default=1.0)
+        leads = {tenant: int((count - least * self._weight(tenant)) * share) for tenant, count in news.items()}
         return {tenant: lead for tenant, lead in leads.items() if lead > 0}
+
+    def _share_of_one(self, tenant: str) -> float:
+        """Returns the share of what a tenant lacks that each replica with its requests makes up for: all if only one of
+        several has some, nothing if all have, for then each is fair by itself."""
+        replicas = len({replica for at in self._requests.values() for replica in at})
+        parts = len(self._requests[tenant])
+        return (replicas - parts) / (replicas - 1) / parts if replicas > 1 else 0.0
 
     def _weight(self, tenant: str) -> float:
         return self._limits[tenant].weight if tenant in self._limits else 1.0
