@@ -97,7 +97,7 @@ class Seen:
 
 
 class Clock:
-    """What `requests` asks for the time."""
+    """Tells `requests` the time."""
 
     @staticmethod
     def now() -> float:

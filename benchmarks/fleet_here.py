@@ -32,7 +32,7 @@ class Replica(EngineReplica):
 
 
 class Handle:
-    """What Ray Serve's handle is to a `Fleet`: calls to replicas by name."""
+    """Calls replicas by name, as Ray Serve's handle does for a `Fleet`."""
 
     def __init__(self, replicas: Mapping[str, Replica]) -> None:
         self._replicas = replicas
@@ -60,7 +60,7 @@ class Handle:
 
 @dataclass
 class Answer:
-    """What has come of a request: tokens, how many of its prompt's were found, and when the first came, by
+    """Holds what has come of a request: tokens, how many of its prompt's were found, and when the first came, by
     `time.monotonic()`."""
 
     tokens: list[int] = field(default_factory=list)

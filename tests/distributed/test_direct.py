@@ -127,13 +127,18 @@ def test_requests_end_with_a_front_end_whose_connection_breaks(monkeypatch):
     run(monkeypatch, scenario)
 
 
+async def say_last_words(replica, link, user):
+    """Lets a replica say what its engine died of, and sees that the front end learns it."""
+    for each in replica.front_ends.values():
+        each.outbox.put(replica_module.Failure.of(replica_module.EngineDeadError("out of memory")))
+        each.outbox.close()
+    await user.ended.wait()
+    assert "out of memory" in link.death.message
+
+
 def test_the_last_words_of_a_replica_come_before_its_end(monkeypatch):
     async def scenario(replica, link, user, handle):
-        for each in replica.front_ends.values():
-            each.outbox.put(replica_module.Failure.of(replica_module.EngineDeadError("out of memory")))
-            each.outbox.close()
-        await user.ended.wait()
-        assert "out of memory" in link.death.message
+        await say_last_words(replica, link, user)
 
     run(monkeypatch, scenario)
 
@@ -161,11 +166,7 @@ def test_a_batch_that_cannot_be_sent_ends_nothing_before_the_last_words(monkeypa
         link.send(request("q", 3))
         await asyncio.sleep(0.05)
         assert link.death is None
-        for each in replica.front_ends.values():
-            each.outbox.put(replica_module.Failure.of(replica_module.EngineDeadError("out of memory")))
-            each.outbox.close()
-        await user.ended.wait()
-        assert "out of memory" in link.death.message
+        await say_last_words(replica, link, user)
 
     run(monkeypatch, scenario)
 

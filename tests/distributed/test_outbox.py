@@ -1,4 +1,4 @@
-"""What has gathered is sent in order, in batches of a bounded size."""
+"""Messages that have gathered are sent in order, in batches of a bounded size."""
 
 import asyncio
 

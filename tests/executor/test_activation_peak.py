@@ -125,7 +125,7 @@ def test_a_step_without_memory_is_refused_by_name(small_model, device, monkeypat
     ],
 )
 def test_the_largest_steps(small_model, device, monkeypatch, settings, lens, samples, rows):
-    """That of the most tokens, and that of the most rows."""
+    """Measures the step of the most tokens, and that of the most rows."""
     seen = []
     forward, choose = Decoder.forward, TorchSamplingKernels.choose_on_device
 

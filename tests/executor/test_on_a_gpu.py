@@ -202,8 +202,8 @@ def test_a_seed_draws_the_same_again(model, limits) -> None:
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_contexts_longer_than_the_pool(model, enforce_eager) -> None:
-    """Of the memory of 26 blocks, streaming leaves the pool 11 (of the random model) or 24, and contexts have up to 32:
-    long prompts stream beside a short one."""
+    """Long prompts stream beside a short one: of the memory of 26 blocks, streaming leaves the pool 11 (of the random
+    model) or 24, and contexts have up to 32."""
     long = [token for prompt in prompts() for token in prompt] * 2
     asked = [long[:420], long[100:480], long[:300], long[7:30]]
     settings = {"max_model_len": 512, "hf_overrides": {"max_position_embeddings": 512}}

@@ -87,7 +87,7 @@ def long_requests(seed: int) -> tuple:
 
 
 ALONE = (request("long", [3 + at * at % 61 for at in range(215)], greedy(max_tokens=30)),)
-"""Of 16 blocks in the end, of which 7 fit."""
+"""One request that has 16 blocks in the end, of which 7 fit in the pool."""
 
 
 @cache

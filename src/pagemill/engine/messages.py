@@ -302,7 +302,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     peer_address: str = ""
     """Host and port at which peers fetch this engine's blocks; empty: they do not."""
     warm_up: str = ""
-    """What was done before the first step, in words for people: kernels compiled, decode steps captured."""
+    """Says in words for people what was done before the first step: kernels compiled, decode steps captured."""
 
     @property
     def description(self) -> str:

@@ -17,8 +17,8 @@ from pagemill.kvcache.transfers import BATCH_BYTES, PIECE_BYTES
 TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES + STAGED * PIECE_BYTES
 """Memory through which frames are copied, and blocks leave the device and come to it."""
 STREAMING_BYTES = 2 * COPY_BYTES
-"""What streamed frames take beside that: copies to them go through twice as much, and what is brought through its
-own."""
+"""Streamed frames take so many bytes beside that: copies to them go through twice as much memory, and what is brought
+through memory of its own."""
 
 
 @torch.inference_mode()

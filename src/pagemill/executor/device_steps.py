@@ -75,12 +75,12 @@ class DeviceSteps:
         waits = worker.decoder.waits or worker.decoder.attention.waits
         self._graphs: Graphs | None = None
         if not (enforce_eager or waits):
-            agree = () if together is None else (together.agree,)
-            self._graphs = Graphs(device, self._step, max_num_seqs, max_model_len, *agree)
+            agree = None if together is None else together.agree
+            self._graphs = Graphs(device, self._step, max_num_seqs, max_model_len, agree)
         self._kept_bytes = 0
         """Memory that steps, graphs and transfers need, and is not the pool's."""
         self._row_bytes: int | None = None
-        """What a row of a decode step takes; None while that is not known."""
+        """Bytes that a row of a decode step takes; None while that is not known."""
         worker.decoder.reach(max_model_len)  # nothing that steps use moves afterwards
 
     def measure(self, largest: LargestStep, shape: FrameShape, streams: bool) -> None:

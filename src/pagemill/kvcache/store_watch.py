@@ -37,7 +37,7 @@ class StoreWatch:
         self._group = group
         self._found: dict[bytes, bool] = {}
         self._told: set[bytes] = set()
-        """What was found and has not left: a new listing says which of it has left unseen."""
+        """Blocks that were found and have not left; a new listing shows which of them have left unseen."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kv-watch", daemon=True)
@@ -61,8 +61,8 @@ class StoreWatch:
 
     def _follow(self) -> None:
         wait_s, failed = 0.0, False
-        pages, listed = self._store.follow(self._group, PAGE), set[bytes]()
-        is_listing = True
+        pages = self._store.follow(self._group, PAGE)
+        listed: set[bytes] | None = set()  # until all that the store has is listed
         while not self._closing.wait(wait_s):
             if len(self._found) >= MOST_WAITING:
                 wait_s = FULL_S
@@ -73,13 +73,13 @@ class StoreWatch:
             except KVStoreError as error:
                 if not failed:
                     logger.warning("what is on disk is not told to other replicas: %s", error)
-                pages, listed, is_listing = self._store.follow(self._group, PAGE), set(), True
+                pages, listed = self._store.follow(self._group, PAGE), set()
                 wait_s, failed = AGAIN_S, True
                 continue
-            if is_listing:
+            if listed is not None:
                 listed |= page.keys()
                 if not page:
-                    page, listed, is_listing = dict.fromkeys(self._told - listed, False), set(), False
+                    page, listed = dict.fromkeys(self._told - listed, False), None
             for digest, held in page.items():
                 (self._told.add if held else self._told.discard)(digest)
             with self._lock:

@@ -155,7 +155,7 @@ class RealEngine:
 
     @property
     def steps(self) -> list[MeasuredStep]:
-        """What each step did, its seconds by the clock, and whether it had the machine for itself."""
+        """Returns what each step did, its seconds by the clock, and whether it had the machine for itself."""
         self._look(LOOK_S)
         self._count_noted()
         return self._steps
