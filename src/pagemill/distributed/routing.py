@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
     digests: names of the prompt's whole blocks, in order, where they are in memory. most_tokens: that its answer may
     have. session: a key that turns of one session share; None for no turn. on_disk: names of the same blocks where they
-    are on disk; empty: disks do not count.
+    are on disk; empty where nobody tells of a disk.
     """
 
     num_tokens: int
@@ -69,7 +69,7 @@ class Asked(NamedTuple):
             digests=[name_in_memory(digest) for digest in digests],
             most_tokens=(facts.max_model_len if most is None else most) * asked.params.n,
             session=(space, asked.session) if asked.session else None,
-            on_disk=[name_on_disk(digest) for digest in digests],
+            on_disk=[name_on_disk(digest) for digest in digests] if facts.tells_disk else (),
         )
 
 

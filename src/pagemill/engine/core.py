@@ -448,6 +448,7 @@ class EngineCore:
             peer_address="" if self.tiers is None or self.tiers.peers is None else self.tiers.peers.address,
             kv_format_name=facts.kv_format,
             numerics=facts.numerics,
+            tells_disk=self.tiers is not None and self.tiers.watch is not None,
             warm_up=self._warm_up,
         )
 

@@ -301,6 +301,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """These three begin the digest of every chain of blocks, see `root_digest`."""
     peer_address: str = ""
     """Host and port at which peers fetch this engine's blocks; empty: they do not."""
+    tells_disk: bool = False
+    """Whether `Held` tells what is on this engine's disk."""
     warm_up: str = ""
     """Says in words for people what was done before the first step: kernels compiled, decode steps captured."""
 

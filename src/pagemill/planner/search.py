@@ -249,6 +249,7 @@ class _Search:
         if trial is None:
             self._report(f"{settings}: {rate:.3g} requests/s")
             trial = self._run(settings, rate, None if self._is_near(settings, rate) else self._limits)
+        if (settings, trial) not in self._trials:
             self._trials.append((settings, trial))
         return _holds(trial, self._limits)
 
@@ -269,7 +270,6 @@ class _Search:
                 if one == settings:
                     return trial
                 if not trial.refused and trial.most_rows <= min(one.max_num_seqs, settings.max_num_seqs):
-                    self._trials.append((settings, trial))
                     return trial
         return None
 
