@@ -5,7 +5,7 @@ bf16 matrix product, and torch's own attention over contiguous keys and values.
                                        [--head-dim 128] [--json FILE]
 
 Every KV format has a table of its own. Blocks of 16 lie scattered over a pool; cases whose keys and values take more
-than half of the free memory are left out. Times are medians of a second's runs by `triton.testing.do_bench`, which
+than half of the free memory are left out. Times are medians over 200 ms by `triton.testing.do_bench`, which
 empties the L2 cache before each. A decode step's share of the copy's speed counts the bytes of K and V once, with
 scales and the remainders of a row's latest tokens; the copy's speed counts what is read and what is written.
 """

@@ -6,7 +6,7 @@ A step is the model's forward pass, logits and argmax, for one token of each row
 scattered over a pool. It runs in a CUDA graph, outside of one, and in a graph with torch's operators in the place of
 Triton's; and by the engine, after it has computed as many prompts, where these have no more than 2**19 tokens.
 The roofline: max(bytes of weights / speed of a copy, FLOP / speed of a matrix product) + bytes of K and V / speed of a
-copy. Times are medians of a second's runs by `triton.testing.do_bench`; the engine's are by the host's clock. Cases
+copy. Times are medians over 200 ms by `triton.testing.do_bench`; the engine's are by the host's clock. Cases
 whose keys and values do not fit into the free memory are left out.
 
 --expect needs no GPU: it prints what the step's bytes and launches take by the model, where a copy moves so many
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -210,6 +211,7 @@ def run(
         share = sizes.roofline_s(rows, context, ceilings) / ms * 1e3
         torch_ms = milliseconds(captured(decode_step(by_torch, batch, pool)))
         results.append(Result(rows, context, ms, share, milliseconds(step), torch_ms, None))
+        print(f"{rows} rows of {context} tokens: {ms:.2f} ms, {share:.0%} of the roofline", file=sys.stderr, flush=True)
     del pool, step, batch  # the engine has a pool of its own
     accelerator = CudaDevice(device) if device.type == "cuda" else None
     for index, at in enumerate(results):

@@ -4,7 +4,7 @@
 
 Sizes are those of Llama 3 8B, with the head norms of Qwen 3 8B, and the mixture of Qwen3-30B-A3B: 8 of 128 experts. An
 operator must read its inputs and write its outputs once; of a mixture, the weights of the experts that some token has
-chosen. Times are medians of a second's runs by `triton.testing.do_bench`, which empties the L2 cache before each. Below
+chosen. Times are medians over 200 ms by `triton.testing.do_bench`, which empties the L2 cache before each. Below
 about a megabyte, the start of a kernel is most of its time.
 """
 

@@ -4,7 +4,7 @@
 
 Logits are fp32, of Llama 3's 128,256 tokens, random. "argmax", "drawn" from all tokens, and with top_k, top_p, or both.
 Torch's are its argmax, and draws of `torch.multinomial` after a softmax and, with limits, a sort of all logits. Times
-are medians of a second's runs by `triton.testing.do_bench`, which empties the L2 cache before each. A truncated draw
+are medians over 200 ms by `triton.testing.do_bench`, which empties the L2 cache before each. A truncated draw
 starts over 20 kernels; outside of a CUDA graph, their starts are most of its time.
 """
 

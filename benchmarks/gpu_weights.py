@@ -3,7 +3,7 @@ each must read and write, and torch's product (cuBLAS) with the same weight in b
 
     python -m benchmarks.gpu_weights [--quick] [--json FILE]
 
-Shapes are those of Llama 3 8B's layers and head; weights are random. Times are medians of a second's runs by
+Shapes are those of Llama 3 8B's layers and head; weights are random. Times are medians over 200 ms by
 `triton.testing.do_bench`, which empties the L2 cache before each. A copy's speed counts what is read and what is
 written.
 """

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 DEVICE = "cuda"
+WARM_MS, RUNS_MS = 25, 200
+"""For how long something runs before it is timed, and while it is."""
 GEMM_SIZE = 8192
 COPY_BYTES = 4 << 30
 
@@ -40,7 +42,7 @@ def need_gpu(parser: argparse.ArgumentParser) -> None:
 def median_ms(run: Callable[[], object]) -> float:
     import triton.testing
 
-    return float(triton.testing.do_bench(run, warmup=100, rep=1000, return_mode="median"))
+    return float(triton.testing.do_bench(run, warmup=WARM_MS, rep=RUNS_MS, return_mode="median"))
 
 
 def measure_ceilings() -> Ceilings:
