@@ -5,9 +5,10 @@ bf16 matrix product, and torch's own attention over contiguous keys and values.
                                        [--head-dim 128] [--json FILE]
 
 Every KV format has a table of its own. Blocks of 16 lie scattered over a pool; cases whose keys and values take more
-than half of the free memory are left out. Times are medians over 200 ms by `triton.testing.do_bench`, which
-empties the L2 cache before each. A decode step's share of the copy's speed counts the bytes of K and V once, with
-scales and the remainders of a row's latest tokens; the copy's speed counts what is read and what is written.
+than half of the free memory are left out. Times are medians over 200 ms by `triton.testing.do_bench`, which empties
+the L2 cache before each; a decode step is a CUDA graph, as in the engine. Its share of the copy's speed counts the
+bytes of K and V once, with scales and the remainders of a row's latest tokens; the copy's speed counts what is read and
+what is written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from benchmarks.on_gpu import DEVICE, Ceilings, heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import DEVICE, Ceilings, captured, heading, keep, measure_ceilings, median_ms, need_gpu
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch, LayerCache
 from pagemill.kvcache.device_pool import DevicePool
@@ -107,7 +108,11 @@ def sdpa_ms(shape: Shape, rows: int, queries: int, context: int) -> float | None
         return torch.randn(rows, heads, tokens, shape.head_dim, device=DEVICE, dtype=torch.bfloat16)
 
     query, key, value = draw(shape.heads, queries), draw(shape.kv_heads, context), draw(shape.kv_heads, context)
-    return median_ms(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, enable_gqa=True))
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, enable_gqa=True)
+
+    return median_ms(attend if queries > 1 else captured(attend))
 
 
 def run(shape: Shape, ceilings: Ceilings, decode: list[tuple[int, int]], prefill: list[int]) -> list[Result]:
@@ -129,7 +134,11 @@ def run(shape: Shape, ceilings: Ceilings, decode: list[tuple[int, int]], prefill
     for name, rows, queries, context in cases:
         batch = make_batch(shape, rows, queries, context, frames)
         query = torch.randn(rows * queries, shape.heads, shape.head_dim, device=DEVICE, dtype=torch.bfloat16)
-        ms = median_ms(lambda query=query, batch=batch: attention.attend(query, cache, batch, 0, scale=scale))
+
+        def attend(query: torch.Tensor = query, batch: AttentionBatch = batch) -> object:
+            return attention.attend(query, cache, batch, 0, scale=scale)
+
+        ms = median_ms(captured(attend) if name == "decode" else attend)
         if name == "decode":
             share = rows * shape.row_bytes(context) / ms * 1e3 / ceilings.copy_bytes_per_s
         else:

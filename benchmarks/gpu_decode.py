@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from benchmarks.on_gpu import Ceilings, heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import Ceilings, captured, heading, keep, measure_ceilings, median_ms, need_gpu
 from benchmarks.random_engine import STEPS, engine_step_ms
 from torch import Tensor
 
@@ -159,26 +159,6 @@ def decode_step(decoder: Decoder, batch: AttentionBatch, pool: DevicePool) -> St
         return decoder.logits(decoder.forward(token_ids, batch, pool)).argmax(-1)
 
     return step
-
-
-def captured(step: Step) -> Step:
-    """Returns a replay of the step's CUDA graph; the step itself where there is no GPU."""
-    if not torch.cuda.is_available():
-        return step
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(2):  # kernels are compiled, and libraries take their workspaces
-            step()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay(inputs: Step = step) -> None:  # a graph reads its inputs where they lay: they must stay
-        graph.replay()
-
-    return replay
 
 
 def run(

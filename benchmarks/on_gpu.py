@@ -45,6 +45,26 @@ def median_ms(run: Callable[[], object]) -> float:
     return float(triton.testing.do_bench(run, warmup=WARM_MS, rep=RUNS_MS, return_mode="median"))
 
 
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Returns a replay of a step's CUDA graph; the step itself where there is no GPU."""
+    if not torch.cuda.is_available():
+        return step
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(2):  # kernels are compiled, and libraries take their workspaces
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay(inputs: Callable[[], object] = step) -> None:  # a graph reads its inputs where they lay: they must stay
+        graph.replay()
+
+    return replay
+
+
 def measure_ceilings() -> Ceilings:
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)

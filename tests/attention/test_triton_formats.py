@@ -26,27 +26,30 @@ EIGHT_BITS = [
     (torch.float8_e4m3fn, "e4m3", False),
     (torch.float8_e4m3fn, "e4m3", True),
     (torch.float8_e5m2, "e5m2", False),
+    (torch.int8, "int8", False),
 ]
 
 
 @triton.jit
-def widen(elements, output, AS: tl.constexpr, NATIVE: tl.constexpr):
+def widen(elements, output, AS: tl.constexpr, PACKED: tl.constexpr, NATIVE: tl.constexpr):
     at = tl.arange(0, 256)
-    wide = widened(tl.load(elements + at), AS, NATIVE, output.dtype.element_ty)
+    wide = widened(tl.load(elements + at), AS, PACKED, NATIVE, output.dtype.element_ty)
     tl.store(output + at, wide)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("cached", "name", "native"), EIGHT_BITS)
-def test_every_byte_of_fp8_is_widened_without_loss(
+def test_every_byte_is_widened_without_loss(
     cached: torch.dtype, name: str, native: bool, dtype: torch.dtype
 ) -> None:
     if native and DEVICE == "cuda" and CAPABILITY < (8, 9):
         pytest.skip("this GPU does not convert e4m3")
-    elements = torch.arange(256, dtype=torch.uint8)
+    elements = torch.arange(256).to(torch.uint8)
     output = torch.empty(256, dtype=dtype, device=DEVICE)
-    widen[(1,)](elements.to(DEVICE), output, AS=name, NATIVE=native)
+    taken = elements.view(torch.int8) if name == "int8" else elements
+    packed = DEVICE == "cuda" and CAPABILITY >= (8, 0)
+    widen[(1,)](taken.to(DEVICE), output, AS=name, PACKED=packed, NATIVE=native, num_warps=1)
     expected = elements.view(cached).to(dtype)
     if native and DEVICE == "cpu":  # the interpreter takes e4m3's NaN for 480
         output, expected = output[elements % 128 != 127], expected[elements % 128 != 127]

@@ -24,7 +24,7 @@ from pagemill.attention.triton_latent_kernels import attend_latents
 from pagemill.attention.triton_walks import most_chunks_of
 from pagemill.attention.triton_write import rotate_queries, write_tokens
 
-KERNEL_VERSION = 2
+KERNEL_VERSION = 3
 """Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
 SHORT_TILE, SHORT_QUERIES = 16, 4
 """Rows of at most SHORT_QUERIES tokens, whose heads of one KV head fit into SHORT_TILE, are attended in chunks.
@@ -53,11 +53,13 @@ class Tile:
     stages: int
 
 
-def long_tile(head_dim: int, matrix_units: bool, major: int, widened: bool, packed: bool, rests: bool) -> Tile:
+def long_tile(
+    head_dim: int, matrix_units: bool, major: int, widened: bool, scaled: bool, packed: bool, rests: bool
+) -> Tile:
     """Returns the tile of rows with many queries.
 
-    major: of the GPU's compute capability. widened: keys and values have another dtype than products. packed: some of
-    them have 4 bits; rests: and remainders.
+    major: of the GPU's compute capability. widened: keys and values have another dtype than products. scaled: they have
+    scales; packed: some of them have 4 bits; rests: and remainders.
     """
     if not matrix_units:  # every operand of a product takes a register, and so does what is widened ahead
         if rests:
@@ -70,7 +72,7 @@ def long_tile(head_dim: int, matrix_units: bool, major: int, widened: bool, pack
     if head_dim > 128 or rests or (packed and not from_shared):
         return Tile(64, 32, 8, 2)
     if from_shared:
-        return Tile(128, 64, 8, 3)
+        return Tile(128, 32 if scaled else 64, 8, 3)
     return Tile(64, 64, 8, 3) if widened else Tile(128, 64, 8, 2)
 
 
@@ -110,6 +112,8 @@ class TritonAttention:
         self.kv_formats: tuple[str, ...] | None = None
         self.waits = False
         self._major, self._native_e4m3 = capability[0], capability >= (8, 9)
+        compiled = isinstance(attend, triton.JITFunction)  # the interpreter knows no assembler
+        self._packed = compiled and capability >= (8, 0)
 
     def write(
         self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
@@ -163,7 +167,8 @@ class TritonAttention:
             self._attend_latents(query, output, lse, cache, batch, group, dot, scale, key_start, key_end)
             return output, lse
         matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
-        packed, rests = torch.uint8 in (cache.key.dtype, cache.value.dtype), rest is not None
+        scaled, rests = cache.key_scale is not None, rest is not None
+        packed = torch.uint8 in (cache.key.dtype, cache.value.dtype)
         at_least = triton.next_power_of_2(size)
         short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
         few, chunks = min(short, batch.max_query_len), most_chunks(batch.max_context_len, window)
@@ -184,15 +189,18 @@ class TritonAttention:
                 tables.stride(0), 0 if rest is None else rest.stride(0), of_group.precise,
                 GROUP=size, HEAD_DIM=head_dim, DIMS=dims, BLOCK_SIZE=block_size,
                 BLOCK_M=max(tile.queries, at_least), BLOCK_N=tile.keys, SHORT=short, IN_CHUNKS=in_chunks,
-                CHUNK=CHUNK, LONGEST_CHUNK=LONGEST_CHUNK, CHUNKS=CHUNKS, DOT=_TRITON[dot],
-                KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype], NATIVE=self._native_e4m3,
-                TOGETHER=together,
+                CHUNK=CHUNK, LONGEST_CHUNK=LONGEST_CHUNK, CHUNKS=CHUNKS,
+                KEY_DOT=_TRITON[_in_halves(dot, cache.key)],
+                VALUE_DOT=_TRITON[dot if cache.value.dtype == torch.uint8 else _in_halves(dot, cache.value)],
+                KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
+                PACKED=self._packed, NATIVE=self._native_e4m3,
+                TOGETHER=together, ALIKE=cache.key.stride() == cache.value.stride(),
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # kernels start on the current device
             if batch.max_query_len > short:
-                tile = long_tile(head_dim, matrix_units, self._major, widened, packed, rests)
+                tile = long_tile(head_dim, matrix_units, self._major, widened, scaled, packed, rests)
                 launch((tokens // (max(tile.queries, at_least) // size) + rows, kv_heads), tile, in_chunks=False)
             if rows > 1 or batch.max_query_len <= short:
                 tile = short_tile(head_dim, matrix_units, widened, rests)
@@ -303,6 +311,13 @@ _AS = {
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
 """Names of the formats of elements in the kernels: see `triton_tiles.py`."""
+
+
+def _in_halves(dot: torch.dtype, cached: Tensor) -> torch.dtype:
+    """Returns what products with cached elements are computed in, where queries are computed with in `dot`: in fp16 in
+    the place of bf16 where that holds them as they are: 4 bits, and floating point of 8."""
+    narrow = cached.dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+    return torch.float16 if narrow and dot == torch.bfloat16 else dot
 
 
 def _from(row: int, by_row: Tensor | None) -> Tensor | None:

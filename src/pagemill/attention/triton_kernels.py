@@ -20,7 +20,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagemill.attention.triton_tiles import load, load_key_halves, load_tile, load_value_halves, widened
+from pagemill.attention.triton_tiles import (
+    in_fp16,
+    load,
+    load_key_halves,
+    load_tile,
+    load_value_halves,
+    widened,
+)
 from pagemill.attention.triton_walks import (
     FAR,
     LN_2,
@@ -49,7 +56,8 @@ def attend(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHORT: tl.constexpr, IN_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr, LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    DOT: tl.constexpr, KEY_AS: tl.constexpr, VALUE_AS: tl.constexpr, NATIVE: tl.constexpr, TOGETHER: tl.constexpr,
+    KEY_DOT: tl.constexpr, VALUE_DOT: tl.constexpr, KEY_AS: tl.constexpr, VALUE_AS: tl.constexpr,
+    PACKED: tl.constexpr, NATIVE: tl.constexpr, TOGETHER: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Attends for one tile of queries and one KV head, over all keys or over one chunk of them.
 
@@ -60,9 +68,10 @@ def attend(
         fp32 [rows * few, heads, chunks, HEAD_DIM] and chunk_lse (base 2) [rows * few, heads, chunks], where `few` is
         the most queries that such a row has; to `output` if chunk_output is None, when no row has two chunks.
     lse, key_scale and value_scale, rest_tables, key_start, key_end, soft_cap, window: may be None.
-    DOT: what products are computed in, with 4-bit keys fp16 in place of bf16; sums are fp32.
-    KEY_AS, VALUE_AS, NATIVE: see `triton_tiles.py`. Where keys have 4 bits, queries come rotated, and both are divided
-        by TOGETHER: `scale` makes up for one of them.
+    KEY_DOT, VALUE_DOT: what products with keys and with values are computed in; sums are fp32.
+    KEY_AS, VALUE_AS, PACKED, NATIVE: see `triton_tiles.py`. Where keys have 4 bits, queries come rotated, and both are
+        divided by TOGETHER: `scale` makes up for one of them.
+    ALIKE: whether values have the strides of keys: then one address serves both.
     rest_tables: of the remainders that a query adds to its `precise` latest keys and values, in 4 bits as they are.
     """
     kv_head = tl.program_id(1)
@@ -78,15 +87,15 @@ def attend(
     real = (index < TILE_TOKENS * GROUP) & (token < length)
     place = (start + token).to(tl.int64)
     dims = tl.arange(0, DIMS)
-    SCORE_DOT: tl.constexpr = tl.float16 if KEY_AS == "int4" and tl.bfloat16 == DOT else DOT
     halves = tl.arange(0, DIMS // 2) // 16 * 32 + tl.arange(0, DIMS // 2) % 16  # of dimensions: the lower; + 16: upper
     query_at = query + place[:, None] * query_token + head[:, None] * query_head
     if KEY_AS == "int4":
         query_there = real[:, None] & (halves < HEAD_DIM)[None, :]
-        q = tl.load(query_at + halves[None, :], query_there, other=0).to(SCORE_DOT)
-        q_upper = tl.load(query_at + halves[None, :] + 16, query_there, other=0).to(SCORE_DOT)
+        q = tl.load(query_at + halves[None, :], query_there, other=0).to(KEY_DOT)
+        q_upper = tl.load(query_at + halves[None, :] + 16, query_there, other=0).to(KEY_DOT)
     else:
-        q = tl.load(query_at + dims[None, :], real[:, None] & (dims < HEAD_DIM)[None, :], other=0).to(DOT)
+        q = tl.load(query_at + dims[None, :], real[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+        q = in_fp16(q) if tl.float16 == KEY_DOT else q.to(KEY_DOT)
 
     # Each query sees keys first .. last.
     context = tl.load(context_lens + row)
@@ -100,19 +109,17 @@ def attend(
     begin, end = chunk_of_program(lowest, highest, span, CHUNK, LONGEST_CHUNK, CHUNKS, IN_CHUNKS)
 
     # Three walks: over tiles that some query does not see from their first key on, over tiles that every query sees
-    # in full, and over what is left, the only one that adds remainders. A query in chunks takes one, with masks; where
-    # there are remainders, the first one too.
+    # in full, without masks, and over what is left, the only one that adds remainders.
     begin = begin // BLOCK_N * BLOCK_N
-    seen_from, seen_to = begin, begin
-    if not IN_CHUNKS:
-        if window is not None or key_start is not None:
-            seen_from = tl.maximum(begin, tl.cdiv(tl.max(tl.where(real, first, 0)), BLOCK_N) * BLOCK_N)
-        seen_to = tl.maximum(seen_from, (tl.min(tl.where(real, last, FAR)) + 1) // BLOCK_N * BLOCK_N)
+    seen_from = begin
+    if window is not None or key_start is not None:
+        seen_from = tl.maximum(begin, tl.cdiv(tl.max(tl.where(real, first, 0)), BLOCK_N) * BLOCK_N)
+    seen_to = tl.maximum(seen_from, tl.minimum(end, tl.min(tl.where(real, last, FAR)) + 1) // BLOCK_N * BLOCK_N)
     if rest_tables is not None:
         latest = tl.maximum(lowest, tl.min(tl.where(real, position, FAR)) - precise + 1)
         rest_from = tl.maximum(begin, latest // BLOCK_N * BLOCK_N)
-        seen_from = rest_from if IN_CHUNKS else tl.minimum(seen_from, rest_from)
-        seen_to = seen_from if IN_CHUNKS else tl.minimum(seen_to, rest_from)
+        seen_from = tl.minimum(seen_from, rest_from)
+        seen_to = tl.minimum(seen_to, rest_from)
         rest_table = rest_tables + row.to(tl.int64) * rest_row
 
     table = tables + row.to(tl.int64) * table_row
@@ -124,7 +131,7 @@ def attend(
     result = tl.zeros([BLOCK_M, DIMS // 2 if VALUE_AS == "int4" else DIMS], tl.float32)
     if VALUE_AS == "int4":
         result_upper = tl.zeros([BLOCK_M, DIMS // 2], tl.float32)
-    FIRST: tl.constexpr = rest_tables is not None if IN_CHUNKS else window is not None or key_start is not None
+    FIRST: tl.constexpr = window is not None or key_start is not None
     for walk in tl.static_range(3):
         if walk == 0:
             walk_from, walk_to = begin, tl.minimum(seen_from, end)
@@ -132,25 +139,29 @@ def attend(
             walk_from, walk_to = seen_from, seen_to
         else:
             walk_from, walk_to = seen_to, end
-        if (walk == 2) or (walk == 0 and FIRST) or (walk == 1 and not IN_CHUNKS):
+        if walk > 0 or FIRST:
+            ahead = walk_from + tl.arange(0, BLOCK_N)
+            next_frame = load(table + ahead // BLOCK_SIZE, ahead < walk_to, True)  # a tile ahead: its keys come early
             for at in tl.range(walk_from, walk_to, BLOCK_N):
                 keys = at + tl.arange(0, BLOCK_N)
                 there = (keys >= lowest) & (keys <= highest)  # what lies elsewhere may be NaN
-                frame = load(table + keys // BLOCK_SIZE, there, walk != 1).to(tl.int64)
+                frame = next_frame.to(tl.int64)
+                ahead = keys + BLOCK_N
+                next_frame = load(table + ahead // BLOCK_SIZE, ahead < walk_to, True)
                 offset = keys % BLOCK_SIZE
                 key_at = frame * key_frame + offset * key_token
                 key_scale_at = kv_head * key_scale_head + frame * key_scale_frame + offset
                 if KEY_AS == "int4":
                     k, k_upper = load_key_halves(
                         key, key_scale, key_at, key_scale_at, key_dim, there,
-                        HEAD_DIM, DIMS, BLOCK_SIZE, TOGETHER, walk != 1, SCORE_DOT,
+                        HEAD_DIM, DIMS, BLOCK_SIZE, TOGETHER, walk != 1, KEY_DOT,
                     )  # fmt: skip
                     scores = tl.dot(q, k, input_precision="ieee")
                     scores = tl.dot(q_upper, k_upper, scores, input_precision="ieee")
                 else:
-                    at_tile = key + key_at[None, :] + dims[:, None] * key_dim
-                    k = load_tile(at_tile, there[None, :], (dims < HEAD_DIM)[:, None], walk != 1, HEAD_DIM != DIMS)
-                    scores = tl.dot(q, widened(k, KEY_AS, NATIVE, DOT), input_precision="ieee")
+                    at_tile = key + key_at[:, None] + dims[None, :] * key_dim
+                    k = load_tile(at_tile, there[:, None], (dims < HEAD_DIM)[None, :], walk != 1, HEAD_DIM != DIMS)
+                    scores = tl.dot(q, tl.trans(widened(k, KEY_AS, PACKED, NATIVE, KEY_DOT)), input_precision="ieee")
                     if KEY_AS == "int8":
                         scores *= load(key_scale + key_scale_at, there, walk != 1)[None, :]
                 if walk == 2 and rest_tables is not None:
@@ -159,7 +170,7 @@ def attend(
                     rest_at = kv_head * key_scale_head + rest_frame * key_scale_frame + offset
                     k, k_upper = load_key_halves(
                         key, key_scale, rest_frame * key_frame + offset * key_token, rest_at, key_dim, rest_there,
-                        HEAD_DIM, DIMS, BLOCK_SIZE, TOGETHER, True, SCORE_DOT,
+                        HEAD_DIM, DIMS, BLOCK_SIZE, TOGETHER, True, KEY_DOT,
                     )  # fmt: skip
                     rest = tl.dot(q, k, input_precision="ieee")
                     rest = tl.dot(q_upper, k_upper, rest, input_precision="ieee")
@@ -174,29 +185,30 @@ def attend(
                 weights, fade, peak, total = weigh(scores, to_log2, peak, total)
                 result *= fade[:, None]
 
-                value_at = frame * value_frame + offset * value_token
+                value_at = key_at if ALIKE else frame * value_frame + offset * value_token
                 value_scale_at = kv_head * value_scale_head + frame * value_scale_frame + offset
                 if VALUE_AS == "int4":
                     v, v_upper = load_value_halves(
-                        value, value_scale, value_at, value_scale_at, value_dim, there, HEAD_DIM, DIMS, walk != 1, DOT
-                    )
-                    result = tl.dot(weights.to(DOT), v, result, input_precision="ieee")
+                        value, value_scale, value_at, value_scale_at, value_dim, there,
+                        HEAD_DIM, DIMS, walk != 1, VALUE_DOT,
+                    )  # fmt: skip
+                    result = tl.dot(weights.to(VALUE_DOT), v, result, input_precision="ieee")
                     result_upper *= fade[:, None]
-                    result_upper = tl.dot(weights.to(DOT), v_upper, result_upper, input_precision="ieee")
+                    result_upper = tl.dot(weights.to(VALUE_DOT), v_upper, result_upper, input_precision="ieee")
                 else:
                     at_tile = value + value_at[:, None] + dims[None, :] * value_dim
                     v = load_tile(at_tile, there[:, None], (dims < HEAD_DIM)[None, :], walk != 1, HEAD_DIM != DIMS)
+                    v = widened(v, VALUE_AS, PACKED, NATIVE, VALUE_DOT)
                     if VALUE_AS == "int8":
-                        v = v.to(tl.float32) * load(value_scale + value_scale_at, there, walk != 1)[:, None]
-                    v = widened(v, VALUE_AS, NATIVE, DOT)
-                    result = tl.dot(weights.to(DOT), v, result, input_precision="ieee")
+                        weights *= load(value_scale + value_scale_at, there, walk != 1)[None, :]
+                    result = tl.dot(weights.to(VALUE_DOT), v, result, input_precision="ieee")
                 if walk == 2 and rest_tables is not None:
                     rest_at = kv_head * value_scale_head + rest_frame * value_scale_frame + offset
                     v, v_upper = load_value_halves(
                         value, value_scale, rest_frame * value_frame + offset * value_token, rest_at, value_dim,
-                        rest_there, HEAD_DIM, DIMS, True, DOT,
+                        rest_there, HEAD_DIM, DIMS, True, VALUE_DOT,
                     )  # fmt: skip
-                    latest_weights = tl.where(added, weights, 0.0).to(DOT)
+                    latest_weights = tl.where(added, weights, 0.0).to(VALUE_DOT)
                     result = tl.dot(latest_weights, v, result, input_precision="ieee")
                     result_upper = tl.dot(latest_weights, v_upper, result_upper, input_precision="ieee")
 

@@ -102,12 +102,12 @@ def attend_latents(
                 key_at = key + frame * key_frame + keys % BLOCK_SIZE * key_token
                 at_tile = key_at[:, None] + value_dims[None, :] * key_dim
                 v = load_tile(at_tile, there[:, None], (value_dims < RANK)[None, :], walk == 1, RANK != RANK_DIMS)
-                v = widened(v, KEY_AS, NATIVE, DOT)
+                v = widened(v, KEY_AS, False, NATIVE, DOT)
                 if WHOLE:
                     at_tile = key_at[:, None] + (RANK + rope_dims)[None, :] * key_dim
                     k = load_tile(at_tile, there[:, None], (rope_dims < ROPE)[None, :], walk == 1, ROPE != ROPE_DIMS)
                     scores = tl.dot(q, tl.trans(v), input_precision="ieee")
-                    k = widened(k, KEY_AS, NATIVE, DOT)
+                    k = widened(k, KEY_AS, False, NATIVE, DOT)
                     scores = tl.dot(q_rope, tl.trans(k), scores, input_precision="ieee")
                 else:
                     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -119,7 +119,7 @@ def attend_latents(
                         k = tl.load(
                             key_at[None, :] + dims[:, None] * key_dim, there[None, :] & inside[:, None], other=0
                         )
-                        scores = tl.dot(q, widened(k, KEY_AS, NATIVE, DOT), scores, input_precision="ieee")
+                        scores = tl.dot(q, widened(k, KEY_AS, False, NATIVE, DOT), scores, input_precision="ieee")
                 if walk == 1:
                     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
                     scores = tl.where(seen, scores, float("-inf"))

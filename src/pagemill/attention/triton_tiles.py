@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MOST_FP16 = tl.constexpr(65504.0)
 MOST_SCALE, MOST_LOW = tl.constexpr(2180.0), tl.constexpr(32700.0)
 """The largest number of a 4-bit key in fp16: a low and 15 scales stay below 65,504."""
 
@@ -31,10 +32,46 @@ def load_tile(pointers, there, inside, MASKED: tl.constexpr, PADDED: tl.constexp
         return load(pointers, there, MASKED)
 
 
+INT8_TO_BF16 = tl.constexpr("""{
+    .reg .b32 x, y, less;
+    mov.b32 less, 0xBF80BF80;
+    prmt.b32 x, $2, 0, 0x4140;
+    lop3.b32 y, x, 0x00800080, 0x43004300, 0xEA;
+    lop3.b32 x, x, 0x007F007F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, y, less, x;
+    prmt.b32 x, $2, 0, 0x4342;
+    lop3.b32 y, x, 0x00800080, 0x43004300, 0xEA;
+    lop3.b32 x, x, 0x007F007F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $1, y, less, x;
+}""")
+"""The lower 7 bits in the place of bf16's fraction make 128 more than their value; the sign's bit there makes 128 or
+256, which is taken off."""
+E4M3_TO_FP16 = tl.constexpr("""{
+    .reg .b16 lower, upper;
+    mov.b32 {lower, upper}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, lower;
+    cvt.rn.f16x2.e4m3x2 $1, upper;
+}""")
+E5M2_TO_FP16 = tl.constexpr("""{
+    prmt.b32 $0, $2, 0, 0x1404;
+    prmt.b32 $1, $2, 0, 0x3424;
+}""")
+"""A byte is the upper one of fp16."""
+
+
 @triton.jit
-def widened(elements, AS: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr):
-    """Returns elements that are not packed as DOT. NATIVE: the GPU converts e4m3."""
-    if AS == "e5m2":  # the upper byte of fp16
+def widened(elements, AS: tl.constexpr, PACKED: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr):
+    """Returns elements that do not share bytes as DOT. PACKED: by assembler for NVIDIA's GPUs from capability 8.0 on,
+    four at a time, where there is some for DOT. NATIVE: the GPU converts e4m3."""
+    # Were assembler pure, the compiler would move it behind the way through shared memory, which narrow values go byte
+    # by byte.
+    if PACKED and AS == "int8" and tl.bfloat16 == DOT:
+        return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [elements], dtype=tl.bfloat16, is_pure=False, pack=4)
+    elif PACKED and AS == "e5m2" and tl.float16 == DOT:
+        return tl.inline_asm_elementwise(E5M2_TO_FP16, "=r,=r,r", [elements], dtype=tl.float16, is_pure=False, pack=4)
+    elif PACKED and NATIVE and AS == "e4m3" and tl.float16 == DOT:
+        return tl.inline_asm_elementwise(E4M3_TO_FP16, "=r,=r,r", [elements], dtype=tl.float16, is_pure=False, pack=4)
+    elif AS == "e5m2":
         return (elements.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DOT)
     elif AS == "e4m3" and NATIVE:
         return elements.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DOT)
@@ -44,6 +81,13 @@ def widened(elements, AS: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr)
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide).to(DOT)
     else:
         return elements.to(DOT)
+
+
+@triton.jit
+def in_fp16(numbers):
+    """Returns numbers in fp16; what is too large becomes what it holds."""
+    wide = numbers.to(tl.float32)
+    return tl.where(wide > MOST_FP16, MOST_FP16, tl.where(wide < -MOST_FP16, -MOST_FP16, wide)).to(tl.float16)
 
 
 @triton.jit
