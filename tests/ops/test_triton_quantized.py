@@ -3,6 +3,7 @@ GPU), the same bits beside any rows, nothing read beyond x, and code that fits e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.gpu
 ROWS = (1, 2, 17, 70)
 """A number of rows for each form."""
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.fixture(autouse=True)
+def _there() -> Iterator[None]:
+    """Has weights drawn where kernels run."""
+    with torch.device(DEVICE):
+        yield
 
 
 def numbers(rows: int, groups: int) -> torch.Tensor:

@@ -29,9 +29,9 @@ KERNEL_VERSION = 3
 SHORT_TILE, SHORT_QUERIES = 16, 4
 """Rows of at most SHORT_QUERIES tokens, whose heads of one KV head fit into SHORT_TILE, are attended in chunks.
 Matrix products take no fewer than 16 queries."""
-CHUNK, LONGEST_CHUNK, CHUNKS = 256, 2048, 64
+CHUNK, LONGEST_CHUNK, CHUNKS = 512, 2048, 64
 """Keys of a chunk: CHUNK, doubled until CHUNKS of them hold a row's context, up to LONGEST_CHUNK. Small chunks fill the
-GPU when rows are few, and cost memory traffic: each leaves a result in fp32."""
+GPU when rows are few. They cost time where rows are many: each has to begin, and leaves a result in fp32."""
 VECTORS = 8
 """Keys, and as many values, that are written at a time; and queries that are rotated."""
 BLOCK_CHUNKS = 16
@@ -69,14 +69,18 @@ def long_tile(
     from_shared = major in (9, 10, 11)  # their products read keys and values from shared memory
     if rests and not from_shared:
         return Tile(32, 32 if head_dim <= 128 else 16, 8, 2)
-    if head_dim > 128 or rests or (packed and not from_shared):
+    if head_dim > 128:
+        return Tile(32 if widened else 64, 32, 8, 2)
+    if rests or (packed and not from_shared):
         return Tile(64, 32, 8, 2)
+    if from_shared and widened:
+        return Tile(64, 64, 4, 2) if scaled else Tile(128, 128, 8, 2)
     if from_shared:
-        return Tile(128, 32 if scaled else 64, 8, 3)
+        return Tile(64, 64, 4, 3)
     return Tile(64, 64, 8, 3) if widened else Tile(128, 64, 8, 2)
 
 
-def short_tile(head_dim: int, matrix_units: bool, widened: bool, rests: bool) -> Tile:
+def short_tile(head_dim: int, matrix_units: bool, widened: bool, packed: bool, rests: bool) -> Tile:
     """Returns the tile of rows in chunks."""
     if not matrix_units:
         if rests:
@@ -84,7 +88,8 @@ def short_tile(head_dim: int, matrix_units: bool, widened: bool, rests: bool) ->
         return Tile(SHORT_TILE, 32 if head_dim <= 128 else 16, 8, 1 if widened else 2)
     if rests:
         return Tile(SHORT_TILE, 32, 4, 3)
-    return Tile(SHORT_TILE, 64, 4, 3) if head_dim <= 128 else Tile(SHORT_TILE, 32, 4, 3)
+    warps = 4 if packed or head_dim > 128 else 2
+    return Tile(SHORT_TILE, 64 if head_dim <= 128 else 32, warps, 3 if widened else 2)
 
 
 def most_chunks(max_context: int, window: int | None) -> int:
@@ -203,7 +208,7 @@ class TritonAttention:
                 tile = long_tile(head_dim, matrix_units, self._major, widened, scaled, packed, rests)
                 launch((tokens // (max(tile.queries, at_least) // size) + rows, kv_heads), tile, in_chunks=False)
             if rows > 1 or batch.max_query_len <= short:
-                tile = short_tile(head_dim, matrix_units, widened, rests)
+                tile = short_tile(head_dim, matrix_units, widened, packed, rests)
 
                 def some(first: int, count: int, *parts: Tensor | None) -> None:
                     launch((count, kv_heads, chunks), tile, first, *parts, in_chunks=True)
@@ -301,7 +306,7 @@ def _in_chunks(
         launch(first, count, chunk_output, chunk_lse)
         merge_chunks[(count * few, heads)](
             chunk_output, chunk_lse, output, lse, _from(first, batch.query_start), few, chunks,
-            SHORT=short, HEAD_DIM=value_dim, DIMS=dims, BLOCK_CHUNKS=BLOCK_CHUNKS,
+            SHORT=short, HEAD_DIM=value_dim, DIMS=dims, BLOCK_CHUNKS=BLOCK_CHUNKS, num_warps=max(1, dims // 128),
         )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ class CudaStreams:
 
     def pinned(self, nbytes: int) -> Tensor:
         with torch.cuda.device(self.where):  # else a thread's first call makes a context on the first GPU
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def pinned_whole(self, nbytes: int) -> Tensor:
         free, _ = host_memory()

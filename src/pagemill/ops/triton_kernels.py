@@ -31,22 +31,23 @@ def normalize(
     x_at = x + (row // inner * outer_stride + row % inner * inner_stride)[:, None] + column[None, :]
     dense = row[:, None] * SIZE + column[None, :]
     wide = tl.load(x_at, there, other=0).to(tl.float32)
+    factors = tl.load(weight + column, column < SIZE, other=0)  # before what waits for the row's sum
     if added is not None:
         more = tl.load(added + dense, there, other=0).to(tl.float32)
         if added_weight is not None:
-            more = _scaled(more, added_weight, column, eps, SIZE)
+            more = _scaled(more, tl.load(added_weight + column, column < SIZE, other=0), eps, SIZE)
             more = more.to(added.dtype.element_ty).to(tl.float32)
         total = (wide + more).to(x.dtype.element_ty)
         tl.store(x_at, total, there)
         wide = total.to(tl.float32)
-    tl.store(output + dense, _scaled(wide, weight, column, eps, SIZE).to(output.dtype.element_ty), there)
+    tl.store(output + dense, _scaled(wide, factors, eps, SIZE).to(output.dtype.element_ty), there)
 
 
 @triton.jit
-def _scaled(x, weight, column, eps, SIZE: tl.constexpr):
-    """Returns rms_norm of fp32 rows [n, columns], in which there are zeros behind SIZE."""
+def _scaled(x, weight, eps, SIZE: tl.constexpr):
+    """Returns rms_norm of fp32 rows [n, columns], in which there are zeros behind SIZE. weight: fp32 [columns]."""
     factor = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
-    return x * factor[:, None] * tl.load(weight + column, column < SIZE, other=0)[None, :]
+    return x * factor[:, None] * weight[None, :]
 
 
 @triton.jit(do_not_specialize=["heads", "queries"])
