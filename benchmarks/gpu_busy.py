@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 NOT_KERNELS = ("Memcpy", "Memset")
+GRAPHS_LIVE = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+"""Settings of the profiler: beside CUDA graphs, its library may crash where it is started again, as torch says too."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ def kernel_spans(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 def watch(step: Callable[[], object], steps: int) -> Busy | None:
     """Runs steps, and returns how busy the GPU was; None where the profiler sees no kernels."""
+    for name, value in GRAPHS_LIVE.items():
+        os.environ.setdefault(name, value)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):
             step()

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, cycle, islice
 from typing import Any, Protocol
 
+from pagemill.engine.tiers import copying_cores
 from pagemill.kvcache.frame_access import FrameAccess, Reading
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.offload_tiers import OffloadTiers
@@ -125,8 +126,8 @@ class ThroughHostTier:
 
     def __init__(self, frames: FrameAccess, block_bytes: int, capacity: int) -> None:
         self._frames = frames
-        store = HostStore(capacity, block_bytes)
-        self._transfers = Transfers(frames, OffloadTiers([store], block_bytes))
+        self._store = HostStore(capacity, block_bytes, copying_cores(idle=True))
+        self._transfers = Transfers(frames, OffloadTiers([self._store], block_bytes))
         self._at_once = max(1, BACKLOG_BYTES // block_bytes)
         self._numbers, self._loads = count(), count()
         self._kept: list[tuple[bytes, int]] = []
@@ -174,6 +175,7 @@ class ThroughHostTier:
     def close(self) -> None:
         self.settle()
         self._transfers.close()
+        self._store.close()
 
     def _saves(self, frames: Sequence[int]) -> list[Save]:
         return [
