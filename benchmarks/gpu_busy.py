@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 NOT_KERNELS = ("Memcpy", "Memset")
 GRAPHS_LIVE = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
@@ -49,7 +49,9 @@ def kernel_spans(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 
 def watch(step: Callable[[], object], steps: int) -> Busy | None:
-    """Runs steps, and returns how busy the GPU was; None where the profiler sees no kernels."""
+    """Runs steps, and returns how busy the GPU was; None where the profiler sees no kernels, or no GPU."""
+    if ProfilerActivity.CUDA not in supported_activities():
+        return None
     for name, value in GRAPHS_LIVE.items():
         os.environ.setdefault(name, value)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

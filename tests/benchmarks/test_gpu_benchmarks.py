@@ -99,6 +99,8 @@ def test_the_engine_generates_for_all_rows_while_it_is_timed(monkeypatch: pytest
 def test_a_gpu_is_busy_while_a_kernel_runs_and_overlaps_count_once() -> None:
     assert gpu_busy.busy_of([(150, 160), (100, 110), (105, 130), (107, 108), (180, 200)], 2) == gpu_busy.Busy(0.6, 0.03)
     assert gpu_busy.busy_of([], 2) is None
+    seen = gpu_busy.watch(lambda: torch.ones(9, device=DEVICE).sum(), 3)
+    assert (seen is None) if DEVICE == "cpu" else 0 < seen.share <= 1
 
 
 def test_only_kernels_of_the_gpu_count() -> None:
