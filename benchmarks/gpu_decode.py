@@ -6,7 +6,8 @@ A step is the model's forward pass, logits and argmax, for one token of each row
 scattered over a pool. It runs in a CUDA graph, outside of one, and in a graph with torch's operators in the place of
 Triton's; and by the engine, after it has computed as many prompts, where these have no more than 2**19 tokens.
 The roofline: max(bytes of weights / speed of a copy, FLOP / speed of a matrix product) + bytes of K and V / speed of a
-copy. Times are medians over 200 ms by `triton.testing.do_bench`; the engine's are by the host's clock. Cases
+copy. Times are medians over 200 ms by `triton.testing.do_bench`; the engine's are by the host's clock. How busy the GPU
+was in the engine is the share of time in which a kernel ran, in some more steps under torch's profiler. Cases
 whose keys and values do not fit into the free memory are left out.
 
 --expect needs no GPU: it prints what the step's bytes and launches take by the model, where a copy moves so many
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.on_gpu import Ceilings, captured, heading, keep, measure_ceilings, median_ms, need_gpu
-from benchmarks.random_engine import STEPS, engine_step_ms
+from benchmarks.random_engine import STEPS, EngineSteps, time_engine
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch
@@ -103,7 +104,7 @@ class Sizes:
 @dataclass(frozen=True)
 class Result:
     """Holds one case. ms: in a graph, where there are graphs; share: of the roofline. eager_ms: outside of a graph.
-    torch_ms: as `ms`, with torch's operators. engine_ms: of the engine's steps; None for more than ENGINE_TOKENS."""
+    torch_ms: as `ms`, with torch's operators. engine: the engine's steps; None for more than ENGINE_TOKENS."""
 
     rows: int
     context: int
@@ -111,7 +112,7 @@ class Result:
     share: float
     eager_ms: float
     torch_ms: float
-    engine_ms: float | None
+    engine: EngineSteps | None
 
 
 def random_weights(spec: DecoderSpec, ops: Ops, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
@@ -199,19 +200,20 @@ def run(
             gc.collect()
             if accelerator is not None:
                 torch.cuda.empty_cache()  # the engine asks the GPU what is free
-            engine_ms = engine_step_ms(decoder, backend, accelerator, at.rows, at.context, steps=steps)
-            results[index] = replace(at, engine_ms=engine_ms)
+            engine = time_engine(decoder, backend, accelerator, at.rows, at.context, steps=steps)
+            results[index] = replace(at, engine=engine)
     return results
 
 
 def table(results: list[Result]) -> str:
     lines = [
-        "| rows | context | ms | share of the roofline | without a graph, ms | torch's operators, ms | engine, ms |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| rows | context | ms | of the roofline | without a graph, ms | torch's operators, ms | engine, ms | busy |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for at in results:
-        engine = "–" if at.engine_ms is None else f"{at.engine_ms:.2f}"
-        beside = f"{at.eager_ms:.2f} | {at.torch_ms:.2f} | {engine}"
+        engine = "–" if at.engine is None else f"{at.engine.ms:.2f}"
+        busy = "–" if at.engine is None or at.engine.busy is None else f"{at.engine.busy.share:.0%}"
+        beside = f"{at.eager_ms:.2f} | {at.torch_ms:.2f} | {engine} | {busy}"
         lines.append(f"| {at.rows} | {at.context} | {at.ms:.2f} | {at.share:.0%} | {beside} |")
     return "\n".join(lines)
 

@@ -32,6 +32,15 @@ GOALS = (
          "≥ 60 %", "–"),
 )  # fmt: skip
 STEP_GOAL = "≥ 85 %"
+BUSY_GOAL = "≥ 95 %"
+MOVE_GOAL, SLOWER_GOAL = "≥ 85 %", "≤ 5 %"
+WAYS = {"frames": "pinned memory, by the frames alone", "host tier": "the host tier, as the engine does"}
+MOVES = {
+    (way, direction): f"blocks {direction}, {'to' if direction == 'out' else 'from'} {where}: share of one large copy"
+    for way, where in WAYS.items()
+    for direction in ("out", "back")
+}
+SLOWER = "a decode step beside blocks that move in both directions, by the frames alone: slower by"
 
 
 def page(report: Report) -> str:
@@ -48,6 +57,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield from ("", "## Goals", "", "The least and the greatest of the cases that were measured. Goals are an H200's.")
     yield from _attention(benchmarks)
     yield from _steps(benchmarks)
+    yield from _moves(benchmarks)
     yield from ("", "## Tests", "")
     yield from _tests(report["tests"]) if "tests" in report else ["Not run."]
     if not benchmarks:
@@ -77,13 +87,25 @@ def _attention(benchmarks: Report) -> Iterator[str]:
 
 def _steps(benchmarks: Report) -> Iterator[str]:
     data = benchmarks.get("decode", {}).get("data")
-    yield from ("", "| rows | context | goal | share, by the model | share of the roofline, measured |")
-    yield "| ---: | ---: | ---: | ---: | ---: |"
+    shares = f"share of the roofline | GPU busy in the engine, goal {BUSY_GOAL}"
+    yield from ("", f"| rows | context | goal | share, by the model | {shares} |")
+    yield "| ---: | ---: | ---: | ---: | ---: | ---: |"
     if data is None:
-        yield f"| – | – | {STEP_GOAL} | – | not measured |"
+        yield f"| – | – | {STEP_GOAL} | – | not measured | not measured |"
         return
     for at, modelled in zip(data["results"], data["modelled_shares"], strict=True):
-        yield f"| {at['rows']} | {at['context']} | {STEP_GOAL} | {modelled:.0%} | {at['share']:.0%} |"
+        busy = (at["engine"] or {}).get("busy")
+        seen = f"{busy['share']:.0%}" if busy else "not measured"
+        yield f"| {at['rows']} | {at['context']} | {STEP_GOAL} | {modelled:.0%} | {at['share']:.0%} | {seen} |"
+
+
+def _moves(benchmarks: Report) -> Iterator[str]:
+    data = benchmarks.get("swap", {}).get("data") or {"results": [], "beside": []}
+    yield from ("", "| moving blocks | goal | measured |", "| --- | ---: | ---: |")
+    for (way, direction), what in MOVES.items():
+        shares = [at["share"] for at in data["results"] if (at["way"], at["direction"]) == (way, direction)]
+        yield f"| {what} | {MOVE_GOAL} | {_range(shares)} |"
+    yield f"| {SLOWER} | {SLOWER_GOAL} | {_range([at['slower'] for at in data['beside'] if at['way'] == 'frames'])} |"
 
 
 def _range(shares: list[float]) -> str:

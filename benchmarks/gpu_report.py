@@ -40,6 +40,7 @@ WORKERS = 8
 BENCHMARKS = {
     "decode": ["benchmarks.gpu_decode"],
     "attention": ["benchmarks.gpu_attention", "--caches", "bfloat16"],
+    "swap": ["benchmarks.gpu_swap", "--quick"],
     "weights": ["benchmarks.gpu_weights", "--quick"],
     "operators": ["benchmarks.gpu_ops", "--quick"],
     "sampling": ["benchmarks.gpu_sampling", "--quick"],

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ def heading(*more: str) -> str:
     return ", ".join([torch.cuda.get_device_name(), f"torch {torch.__version__}", *more])
 
 
-def keep(file: Path | None, ceilings: Ceilings, results: object, **more: object) -> None:
+def keep(file: Path | None, ceilings: Any, results: object, **more: object) -> None:
     """Writes a run as JSON, if there is a file for it."""
     if file is not None:
         file.write_text(json.dumps({"ceilings": asdict(ceilings), "results": results, **more}))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
+from benchmarks.gpu_busy import Busy, watch
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -23,7 +25,16 @@ from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
-WARM_STEPS, STEPS = 5, 50
+WARM_STEPS, STEPS, WATCHED_STEPS = 5, 50, 20
+
+
+@dataclass(frozen=True)
+class EngineSteps:
+    """Holds the mean milliseconds of an engine's steps, and how busy the GPU was in some more of them; None where there
+    is none, or it cannot be seen."""
+
+    ms: float
+    busy: Busy | None
 
 
 def random_engine(
@@ -49,7 +60,7 @@ def random_engine(
         frame_bytes=layout.frame_bytes,
         record_bytes=layout.frame_bytes,
         kv=kv,
-        streams=False,
+        streams=(),
         compacts=False,
         description="random weights",
     )
@@ -66,7 +77,7 @@ def random_engine(
     return EngineCore(config, executor=executor)
 
 
-def engine_step_ms(
+def time_engine(
     decoder: Decoder,
     backend: Backend,
     device: Device | None,
@@ -75,10 +86,10 @@ def engine_step_ms(
     *,
     steps: int = STEPS,
     budget: int = 8192,
-) -> float:
-    """Returns the mean milliseconds of steps in which `rows` rows generate, over contexts of so many tokens and a few
-    more: by the host's clock, everything between the steps included."""
-    answer = steps + rows * context // budget + 2 * WARM_STEPS + 4
+) -> EngineSteps:
+    """Times steps in which `rows` rows generate, over contexts of so many tokens and a few more: by the host's clock,
+    everything between the steps included. Watches the GPU afterwards."""
+    answer = steps + WATCHED_STEPS + rows * context // budget + 2 * WARM_STEPS + 4
     core = random_engine(decoder, backend, device, rows, context + answer + 1, budget)
     random = torch.Generator().manual_seed(0)
     for row in range(rows):
@@ -102,6 +113,7 @@ def engine_step_ms(
         for _ in range(steps):
             step()
         tokens = sum(generated.values()) - before
-        return 1e3 * (time.perf_counter() - begin) * rows / tokens
+        ms = 1e3 * (time.perf_counter() - begin) * rows / tokens
+        return EngineSteps(ms, watch(step, WATCHED_STEPS) if device is not None else None)
     finally:
         core.close()

@@ -40,9 +40,7 @@ def widen(elements, output, AS: tl.constexpr, PACKED: tl.constexpr, NATIVE: tl.c
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("cached", "name", "native"), EIGHT_BITS)
-def test_every_byte_is_widened_without_loss(
-    cached: torch.dtype, name: str, native: bool, dtype: torch.dtype
-) -> None:
+def test_every_byte_is_widened_without_loss(cached: torch.dtype, name: str, native: bool, dtype: torch.dtype) -> None:
     if native and DEVICE == "cuda" and CAPABILITY < (8, 9):
         pytest.skip("this GPU does not convert e4m3")
     elements = torch.arange(256).to(torch.uint8)

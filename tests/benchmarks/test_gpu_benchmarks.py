@@ -7,15 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from interpreter import CAPABILITY, DEVICE
 
 pytest.importorskip("triton")
 
 from benchmarks.on_gpu import Ceilings
-from benchmarks.random_engine import engine_step_ms
+from benchmarks.random_engine import time_engine
 
-from benchmarks import gpu_decode, gpu_ops, gpu_sampling, random_engine
+from benchmarks import gpu_busy, gpu_decode, gpu_ops, gpu_sampling, random_engine
 from pagemill.attention.triton_backend import TritonAttention
 from pagemill.executor.backend import torch_backend
 from pagemill.executor.device import CudaDevice
@@ -70,8 +71,9 @@ def test_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         ops=TritonOps(CAPABILITY), attention=TritonAttention(CAPABILITY), decoder=GpuDecoder
     )
     results = gpu_decode.run(sizes, [(1, 20), (3, 33)], CEILINGS, clock, dtype=torch.float32, backend=backend, steps=2)
-    assert results[0].engine_ms > 0
-    assert results[1].engine_ms is None
+    assert results[0].engine.ms > 0
+    assert (results[0].engine.busy is None) == (DEVICE == "cpu")
+    assert results[1].engine is None
     assert [(at.rows, at.context, at.ms) for at in results] == [(1, 20, 2.0), (3, 33, 2.0)]
     if DEVICE == "cpu":
         for first in (0, 3):
@@ -90,8 +92,27 @@ def test_the_engine_generates_for_all_rows_while_it_is_timed(monkeypatch: pytest
     with monkeypatch.context() as patched:
         times = iter([10.0, 12.0])
         patched.setattr(random_engine, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=times.__next__))
-        ms = engine_step_ms(decoder, backend, accelerator, 3, 30, steps=4, budget=20)
+        ms = time_engine(decoder, backend, accelerator, 3, 30, steps=4, budget=20).ms
     assert ms == 2000 / 4, "all three rows generate in each of four steps"
+
+
+def test_a_gpu_is_busy_while_a_kernel_runs_and_overlaps_count_once() -> None:
+    assert gpu_busy.busy_of([(150, 160), (100, 110), (105, 130), (107, 108), (180, 200)], 2) == gpu_busy.Busy(0.6, 0.03)
+    assert gpu_busy.busy_of([], 2) is None
+    seen = gpu_busy.watch(lambda: torch.ones(9, device=DEVICE).sum(), 3)
+    assert (seen is None) if DEVICE == "cpu" else 0 < seen.share <= 1
+
+
+def test_only_kernels_of_the_gpu_count() -> None:
+    def event(name, device_type=DeviceType.CUDA, *, annotation=False):
+        span = SimpleNamespace(start=1.0, end=len(name))
+        return SimpleNamespace(name=name, device_type=device_type, time_range=span, is_user_annotation=annotation)
+
+    events = [
+        event("gemm"), event("Memcpy DtoH (Device -> Pinned)"), event("Memset (Device)"),
+        event("step", annotation=True), event("cudaGraphLaunch", DeviceType.CPU), event("attend"),
+    ]  # fmt: skip
+    assert gpu_busy.kernel_spans(events) == [(1.0, 4), (1.0, 6)]
 
 
 def test_the_roofline_counts_weights_once_and_every_context() -> None:

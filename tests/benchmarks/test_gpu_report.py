@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.gpu_page import GOALS, STEP_GOAL, page
+from benchmarks.gpu_page import BUSY_GOAL, GOALS, MOVE_GOAL, MOVES, SLOWER, SLOWER_GOAL, STEP_GOAL, page
 from benchmarks.timed_command import run_command
 
 from benchmarks import gpu_report, timed_command
@@ -30,8 +30,19 @@ pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"ask
     "heeds_nothing": "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)",
 }
 DECODE = {
-    "results": [{"rows": 1, "context": 1024, "share": 0.861}, {"rows": 32, "context": 4096, "share": 0.9}],
+    "results": [
+        {"rows": 1, "context": 1024, "share": 0.861, "engine": {"ms": 4.0, "busy": {"share": 0.962}}},
+        {"rows": 32, "context": 4096, "share": 0.9, "engine": None},
+    ],
     "modelled_shares": [0.91, 0.95],
+}
+SWAP = {
+    "results": [
+        {"way": "frames", "direction": "out", "share": 0.88},
+        {"way": "frames", "direction": "out", "share": 0.91},
+        {"way": "host tier", "direction": "back", "share": 0.5},
+    ],
+    "beside": [{"way": "none", "slower": 0.0}, {"way": "frames", "slower": 0.02}, {"way": "host tier", "slower": 0.3}],
 }
 ATTENTION = {
     "results": {
@@ -95,21 +106,26 @@ def test_every_format_is_measured_and_what_the_goals_need_comes_first() -> None:
 def test_both_halves_stand_on_one_page(tmp_path, fakes, monkeypatch, capsys) -> None:
     done = run_command([sys.executable, "-c", "print('| a table |')"], 20.0)
     failed = run_command([sys.executable, "-m", "fails"], 20.0)
-    parts = {"decode": asdict(done) | {"data": DECODE}, "attention": asdict(done) | {"data": ATTENTION}}
+    data = {"decode": DECODE, "attention": ATTENTION, "swap": SWAP}
+    parts = {name: asdict(done) | {"data": found} for name, found in data.items()}
     gpu_report.put(tmp_path, "benchmarks", parts | {"weights": asdict(failed)})
     gpu_report.put(tmp_path, "tests", {"status": "failed", "why": "exit status 1", "seconds": 3.0, "passed": 2,
                                        "failed": 1, "skipped": 1, "failures": {"a::b": "it\nbroke"},
                                        "reasons": {"no GPU": 1}})  # fmt: skip
     text = (tmp_path / "report.md").read_text()
     assert f"| torch | {torch.__version__} |" in text
-    assert f"| 1 | 1024 | {STEP_GOAL} | 91% | 86% |" in text
+    assert f"| 1 | 1024 | {STEP_GOAL} | 91% | 86% | 96% |" in text
+    assert f"| 32 | 4096 | {STEP_GOAL} | 95% | 90% | not measured |" in text
+    assert f"| {MOVES['frames', 'out']} | {MOVE_GOAL} | 88% to 91% (2 cases) |" in text
+    assert f"| {MOVES['host tier', 'back']} | {MOVE_GOAL} | 50% to 50% (1 cases) |" in text
+    assert f"| {SLOWER} | {SLOWER_GOAL} | 2% to 2% (1 cases) |" in text
     assert "share of the speed of a copy | ≥ 90 % | 97 % | 93% to 95% (2 cases) |" in text
     assert "| decode, bf16, 128k | ≥ 90 % | 99.6 % | 98% to 98% (1 cases) |" in text
     assert "| decode, int4 cache, 1k to 16k | – | 90 % | not measured |" in text
     assert "2 passed, 1 failed, 1 skipped; failed (exit status 1) after 3 s." in text
     assert "- `a::b`: it broke" in text
     assert "- 1: no GPU" in text
-    assert text.count("| a table |") == 2
+    assert text.count("| a table |") == 3
     assert "failed after" in text
     assert "ValueError: illegal address" in text
     assert json.loads((tmp_path / "report.json").read_text())["benchmarks"]["decode"]["data"] == DECODE
@@ -127,6 +143,9 @@ def test_goals_are_those_of_the_docs() -> None:
     for goal in GOALS:
         assert f"| {goal.what} | {goal.goal} | {goal.modelled} |" in documented, goal.what
     assert f"| 1 | 1k | {STEP_GOAL} |" in documented
+    for what, goal in [*((what, MOVE_GOAL) for what in MOVES.values()), (SLOWER, SLOWER_GOAL)]:
+        assert f"| {what} | {goal} |" in documented, what
+    assert f"The GPU is to be busy {BUSY_GOAL} of the time" in documented
 
 
 def test_pytest_is_run_and_counted(tmp_path, monkeypatch) -> None:

@@ -8,11 +8,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from pagemill.errors import KVMemoryError
+from pagemill.config import EngineConfig
+from pagemill.engine import tiers
+from pagemill.errors import KVMemoryError, KVStoreError
 from pagemill.kvcache.host_store import HostStore
 from pagemill.memory.work import BlockName
 
@@ -87,3 +90,47 @@ def test_blocks_are_read_side_by_side_and_stay_until_they_are():
     assert all((place.record == 1).all() for place in places)
     assert store.read([(bytes([2]), 0)], out) == [True]
     assert (out == 2).all()
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_what_leaves_is_whole_until_the_tier_below_has_it(cores):
+    store, spilled = HostStore(3, RECORD, cores), []
+
+    def values(numbers):
+        out = np.zeros((len(numbers), RECORD), np.uint8)
+        found = store.read([(bytes([n]), 0) for n in numbers], out)
+        return [
+            int(record[0]) if there and (record == record[0]).all() else None
+            for there, record in zip(found, out, strict=True)
+        ]
+
+    def take(names, records):
+        assert values(range(1, 6)) == [1, 2, 3, 4, 5]
+        spilled.extend((name.digest[0], record.copy()) for name, record in zip(names, records, strict=True))
+        if len(spilled) == 2:
+            raise KVStoreError("the disk is full")
+
+    for n in (1, 2, 3):
+        store.write(*block(n, n), spill)
+    (four,), (of_four,) = block(4, 4)
+    (five,), (of_five,) = block(5, 5)
+    with pytest.raises(KVStoreError):
+        store.write([four, five], [of_four, of_five], take)
+    of_four[:] = of_five[:] = 0  # they have been copied
+    assert [(n, set(record.tolist())) for n, record in spilled] == [(1, {1}), (2, {2})]
+    assert values(range(1, 6)) == [None, None, 3, 4, 5]
+    store.close()
+
+
+@pytest.mark.parametrize(("overlaps", "cores"), [(False, 1), (True, 5)])
+def test_cores_that_steps_leave_idle_copy_blocks(monkeypatch, overlaps, cores):
+    asked = []
+    monkeypatch.setattr(tiers, "usable_cores", lambda: 10)
+    monkeypatch.setattr(tiers, "HostStore", lambda *args: asked.append(args) or HostStore(*args))
+    facts = SimpleNamespace(
+        record_bytes=RECORD, frame_bytes=RECORD, fingerprint=b"", kv_format="", numerics="", overlaps=overlaps
+    )
+    config = EngineConfig(model="some", kv_host_memory=4 * RECORD, enable_prefix_caching=False)
+    executor = SimpleNamespace(facts=facts, frames=None)
+    assert tiers.make_tiers(config, executor, None, tiers.Streamed()) is not None
+    assert asked == [(4, RECORD, cores)]

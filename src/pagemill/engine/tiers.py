@@ -26,12 +26,22 @@ from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.store_watch import StoreWatch
 from pagemill.kvcache.transfers import Transfers, TransferStats
+from pagemill.machine import usable_cores
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager, Residency
 from pagemill.memory.work import Save
 from pagemill.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
+
+
+COPYING_CORES = 8
+"""At about 10 GB/s each, these keep up with the bus of a GPU."""
+
+
+def copying_cores(idle: bool) -> int:
+    """Returns how many cores copy blocks into host memory. idle: whether steps leave cores to others."""
+    return min(COPYING_CORES, max(1, usable_cores() // 2)) if idle else 1
 
 
 def wants_tiers(config: EngineConfig) -> bool:
@@ -123,7 +133,7 @@ def make_tiers(
         if capacity > 0 and compressed:
             tiers.append(CompressedStore(limit, facts.kv.itemsize))
         elif capacity > 0:
-            tiers.append(HostStore(capacity, record_bytes))
+            tiers.append(HostStore(capacity, record_bytes, copying_cores(facts.overlaps)))
     disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
     tiers += disk
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -118,14 +119,16 @@ class HostTier(ABC, Generic[Content]):
 
 
 class HostStore(HostTier[NDArray[np.uint8]]):
-    """Implements `OffloadStore` for `capacity` blocks. Thread-safe.
+    """Implements `OffloadStore` for `capacity` blocks. Thread-safe, but only one thread at a time may write.
 
+    cores: how many copy blocks that come; more than one where a device computes, and the host's cores are idle.
     Raises KVMemoryError if the memory cannot be had.
     """
 
-    def __init__(self, capacity: int, record_bytes: int) -> None:
+    def __init__(self, capacity: int, record_bytes: int, cores: int = 1) -> None:
         super().__init__(capacity)
         self.capacity = capacity
+        self._copiers = ThreadPoolExecutor(cores, thread_name_prefix="kv-copy") if cores > 1 else None
         self._arena = _arena(capacity, record_bytes)
         self._free = list(self._arena[::-1])
         self._turn = threading.Condition(self._lock)
@@ -156,24 +159,33 @@ class HostStore(HostTier[NDArray[np.uint8]]):
                 self._turn.notify_all()
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
-        with self._alone():
-            coming = {}
+        coming = {}
+        with self._lock:
             for name, record in zip(names, records, strict=True):
                 if name[:2] not in self._held:
                     self._add(name, record)
                     coming[name[:2]] = name, record
-            # What comes and leaves at once takes no place; of the others, each that leaves has one for one that comes.
-            leaving = iter([block for block in self._make_room() if not coming.pop(block, None)])
-            for block, (name, record) in coming.items():
-                if self._free:
-                    place = self._free.pop()
-                else:
-                    other = next(leaving)
-                    place, left = self._leaving[other]
-                    self._leaving[other] = place.copy(), left
+            # What comes and leaves at once has no place, and takes none.
+            places = [self._leaving[block][0] for block in self._make_room() if coming.pop(block, None) is None]
+        try:
+            self._pass_on(spill)
+        finally:
+            with self._alone():  # nobody reads any more what has left
+                self._free += places
+            self._keep(coming)
+
+    def _keep(self, coming: Mapping[tuple[bytes, int], tuple[BlockName, NDArray[np.uint8]]]) -> None:
+        """Copies records to places, from which they are read then; so far, and meanwhile, from where they came."""
+        placed = [(name, self._free.pop(), record) for name, record in coming.values()]
+        if self._copiers is None:
+            for _, place, record in placed:
                 place[:] = record
-                self._held[block] = place, name
-        self._pass_on(spill)
+        else:
+            for copied in [self._copiers.submit(np.copyto, place, record) for _, place, record in placed]:
+                copied.result()
+        with self._lock:
+            for name, place, _ in placed:
+                self._held[name[:2]] = place, name
 
     def _record(self, content: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return content
@@ -182,7 +194,9 @@ class HostStore(HostTier[NDArray[np.uint8]]):
         return 1
 
     def close(self) -> None:
-        """Does nothing: the memory goes with the object."""
+        """Ends threads; the memory goes with the object."""
+        if self._copiers is not None:
+            self._copiers.shutdown()
 
 
 class CompressedStore(HostTier[bytes]):
