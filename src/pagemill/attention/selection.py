@@ -23,9 +23,10 @@ from pagemill.ops.triton_driver import triton_refusal
 logger = logging.getLogger(__name__)
 
 TRITON_SUPPORT = Support(least_capability=(7, 5))
+SDPA_FORMATS = (*HALF_FORMATS, "int8", "fp8_e4m3", "fp8_e5m2")
 SDPA_SUPPORT = Support(
     HALVES,
-    (*HALF_FORMATS, "int8", "fp8_e4m3", "fp8_e5m2"),
+    SDPA_FORMATS,
     head_dims=range(8, 257, 8),
     unequal_widths=False,
     soft_cap=False,
