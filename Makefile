@@ -86,6 +86,7 @@ test-gpu: $(GPU_READY)  ## Run the GPU's tests on this machine's GPU within 8 mi
 compile-gpu: $(BUILT)  ## Compile all GPU kernels in the usual configurations, without a GPU, and state what each takes: many minutes for each capability (settings: CAPABILITIES)
 	@$(BIN)/python tests/attention/compile_for_gpus.py $(CAPABILITIES)
 	@$(BIN)/python tests/attention/compile_latents_for_gpus.py $(CAPABILITIES)
+	@$(BIN)/python tests/attention/compile_gather_for_gpus.py $(CAPABILITIES)
 	@$(BIN)/python tests/ops/compile_quantized_for_gpus.py $(CAPABILITIES)
 	@$(BIN)/python tests/ops/compile_for_gpus.py $(CAPABILITIES)
 	@$(BIN)/python tests/sampling/compile_for_gpus.py $(CAPABILITIES)

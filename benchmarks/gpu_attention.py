@@ -1,5 +1,6 @@
 """Times Triton's paged attention on a GPU beside what the GPU can do: bytes per second of a copy, FLOP per second of a
-bf16 matrix product, and torch's own attention over contiguous keys and values.
+bf16 matrix product, and torch's own attention over contiguous keys and values. Prompts and chunks of prompts are also
+timed through `attention_backend` sdpa, which gathers keys and values and then calls torch's.
 
     python -m benchmarks.gpu_attention [--quick] [--caches all|bfloat16,int4_mixed,...] [--heads 32] [--kv-heads 8]
                                        [--head-dim 128] [--json FILE]
@@ -21,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from benchmarks.on_gpu import DEVICE, Ceilings, captured, heading, keep, measure_ceilings, median_ms, need_gpu
 
-from pagemill.attention.interface import AttentionBatch, GroupBatch, LayerCache
+from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
+from pagemill.attention.sdpa_operators import HeadShape, working_operator
+from pagemill.attention.selection import SDPA_FORMATS
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import KVFormat, kv_format
 from pagemill.kvcache.layer_groups import group_layers
@@ -32,6 +35,8 @@ BLOCK_SIZE = 16
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 131072)
 DECODE = [(batch, context) for batch in (1, 8, 32, 128, 256) for context in CONTEXTS]
 PREFILL = [2048, 4096, 8192, 16384, 32768]
+CHUNKS = [(512, 8192), (2048, 8192), (512, 32768), (2048, 32768)]
+"""Query tokens at the end of contexts."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Result:
-    """Holds one case. share: of the copy's speed in decode, of the product's in prefill. sdpa_ms: torch's own."""
+    """Holds one case. share: of the copy's speed in decode, of the product's elsewhere. sdpa_ms: torch's own.
+    gathered_ms: by the backend sdpa."""
 
     name: str
     batch: int
@@ -61,6 +67,7 @@ class Result:
     ms: float
     share: float
     sdpa_ms: float | None
+    gathered_ms: float | None
 
 
 def make_cache(shape: Shape, frames: int) -> LayerCache:
@@ -96,12 +103,14 @@ def make_batch(shape: Shape, rows: int, queries: int, context: int, frames: int)
         groups=(group,),
         max_query_len=queries,
         max_context_len=context,
+        host=HostLengths(*(torch.full((rows,), each, dtype=torch.int32) for each in (queries, context))),
     )
 
 
 def sdpa_ms(shape: Shape, rows: int, queries: int, context: int) -> float | None:
-    """Times torch's attention over contiguous keys and values of 16 bits; None where they take too much memory."""
-    if rows * context * shape.kv_heads * shape.head_dim * 4 > 10 << 30:
+    """Times torch's attention over contiguous keys and values of 16 bits; None where they take too much memory, and for
+    chunks, which it does not know."""
+    if rows * context * shape.kv_heads * shape.head_dim * 4 > 10 << 30 or 1 < queries < context:
         return None
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
@@ -115,15 +124,37 @@ def sdpa_ms(shape: Shape, rows: int, queries: int, context: int) -> float | None
     return median_ms(attend if queries > 1 else captured(attend))
 
 
-def run(shape: Shape, ceilings: Ceilings, decode: list[tuple[int, int]], prefill: list[int]) -> list[Result]:
+def gathering(shape: Shape, triton: AttentionBackend) -> AttentionBackend | None:
+    """Returns the backend sdpa; None, and says why, where it does not take the case."""
+    from pagemill.attention.sdpa_backend import SdpaAttention
+
+    if shape.format.name not in SDPA_FORMATS:
+        return None
+    heads = HeadShape(torch.bfloat16, shape.heads, shape.kv_heads, shape.head_dim)
+    operator = working_operator(heads, torch.device(DEVICE))
+    if isinstance(operator, str):
+        print(operator)
+        return None
+    return SdpaAttention(operator, heads, triton, torch.cuda.get_device_capability())
+
+
+def run(
+    shape: Shape,
+    ceilings: Ceilings,
+    decode: list[tuple[int, int]],
+    prefill: list[int],
+    chunks: list[tuple[int, int]],
+) -> list[Result]:
     from pagemill.attention.triton_backend import TritonAttention
 
     attention = TritonAttention(torch.cuda.get_device_capability())
+    gathered = gathering(shape, attention)
     torch.cuda.empty_cache()
     room = torch.cuda.mem_get_info()[0] // 2 // shape.token_bytes
     cases = [
         *(("decode", rows, 1, context) for rows, context in decode if rows * context <= room),
         *(("prefill", 1, context, context) for context in prefill if context <= room),
+        *((f"chunk of {queries}", 1, queries, context) for queries, context in chunks if context <= room),
     ]
     if not cases:
         raise SystemExit(f"half of the GPU's free memory holds {room} tokens, and no case has so few; free some memory")
@@ -135,23 +166,29 @@ def run(shape: Shape, ceilings: Ceilings, decode: list[tuple[int, int]], prefill
         batch = make_batch(shape, rows, queries, context, frames)
         query = torch.randn(rows * queries, shape.heads, shape.head_dim, device=DEVICE, dtype=torch.bfloat16)
 
-        def attend(query: torch.Tensor = query, batch: AttentionBatch = batch) -> object:
-            return attention.attend(query, cache, batch, 0, scale=scale)
+        def ms_of(backend: AttentionBackend, query: torch.Tensor = query, batch: AttentionBatch = batch) -> float:
+            def attend() -> object:
+                return backend.attend(query, cache, batch, 0, scale=scale)
 
-        ms = median_ms(captured(attend) if name == "decode" else attend)
+            return median_ms(captured(attend) if batch.max_query_len == 1 else attend)
+
+        ms = ms_of(attention)
         if name == "decode":
             share = rows * shape.row_bytes(context) / ms * 1e3 / ceilings.copy_bytes_per_s
         else:
-            share = 2 * context * (context + 1) * shape.heads * shape.head_dim / ms * 1e3 / ceilings.gemm_flop_per_s
-        results.append(Result(name, rows, context, ms, share, sdpa_ms(shape, rows, queries, context)))
+            pairs = queries * (context - queries) + queries * (queries + 1) // 2
+            share = 4 * pairs * shape.heads * shape.head_dim / ms * 1e3 / ceilings.gemm_flop_per_s
+        gathered_ms = None if gathered is None or name == "decode" else ms_of(gathered)
+        results.append(Result(name, rows, context, ms, share, sdpa_ms(shape, rows, queries, context), gathered_ms))
     return results
 
 
 def table(results: list[Result]) -> str:
-    lines = ["| | batch | context | ms | share of peak | torch's SDPA, ms |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["| | batch | context | ms | share of peak | torch's SDPA, ms | backend sdpa, ms |", "| --- " * 7 + "|"]
     for at in results:
-        sdpa = "–" if at.sdpa_ms is None else f"{at.sdpa_ms:.3f}"
-        lines.append(f"| {at.name} | {at.batch} | {at.context} | {at.ms:.3f} | {at.share:.0%} | {sdpa} |")
+        torchs, gathered = ("–" if ms is None else f"{ms:.3f}" for ms in (at.sdpa_ms, at.gathered_ms))
+        said = f"| {at.name} | {at.batch} | {at.context} | {at.ms:.3f} | {at.share:.0%} | {torchs} | {gathered} |"
+        lines.append(said)
     return "\n".join(lines)
 
 
@@ -171,7 +208,7 @@ def main() -> None:
     results = {}
     for name in FORMATS if options.caches == "all" else options.caches.split(","):
         shape = Shape(options.heads, options.kv_heads, options.head_dim, kv_format(name))
-        results[name] = run(shape, ceilings, DECODE[::step], PREFILL[::step])
+        results[name] = run(shape, ceilings, DECODE[::step], PREFILL[::step], CHUNKS[::step])
         print(f"\n{name}: {shape.token_bytes} bytes per token\n\n{table(results[name])}", flush=True)
     by_format = {name: [asdict(result) for result in of_format] for name, of_format in results.items()}
     keep(options.json, ceilings, by_format)

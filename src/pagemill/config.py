@@ -25,7 +25,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ATTENTION_ALIASES = {
     "FLASH_ATTN": "flash_attn",
     "FLASHINFER": "flashinfer",
-    "TORCH_SDPA": "torch",
+    "TORCH_SDPA": "sdpa",
     "TRITON_ATTN": "triton",
 }
 """vLLM's names."""
@@ -127,10 +127,11 @@ class EngineConfig:
         ),
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "triton", "flash_attn", "flashinfer", "torch"],
+        Literal["auto", "triton", "flash_attn", "flashinfer", "sdpa", "torch"],
         about(
             "Attention's kernels: auto (the CPU's own; on a GPU the fastest of those installed that take the model), "
-            "triton, flash_attn, flashinfer (GPU only) or torch (slow)."
+            "triton, flash_attn, flashinfer (GPU only), sdpa (on a GPU torch's own for prompts, and triton; on a CPU "
+            "torch) or torch (slow)."
         ),
     ] = "auto"
     kv_host_memory: Annotated[

@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 
 from benchmarks import gpu_attention, on_gpu
 from interpreter import CAPABILITY, DEVICE
+from pagemill.attention import sdpa_backend
+from pagemill.attention.selection import SDPA_FORMATS
 from pagemill.kvcache.kv_format import kv_format
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +33,7 @@ def test_every_format_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {
-        "DEVICE": DEVICE, "DECODE": [(2, 150), (1, 1 << 30)], "PREFILL": [20], "median_ms": timed,
+        "DEVICE": DEVICE, "DECODE": [(2, 150), (1, 1 << 30)], "PREFILL": [20], "CHUNKS": [(8, 20)], "median_ms": timed,
         "captured": lambda step: step,
     }.items():  # fmt: skip
         monkeypatch.setattr(gpu_attention, name, value)
@@ -44,6 +46,9 @@ def test_every_format_is_measured(
         "mem_get_info": (1 << 22, 0),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    gathered, cut = [], sdpa_backend.cut
+    monkeypatch.setattr(sdpa_backend, "cut", lambda *lengths: gathered.append(lengths) or cut(*lengths))
+    monkeypatch.setattr(sdpa_backend, "LONG_QUERIES", 8)
     report = tmp_path / "report.json"
     arguments = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--json", str(report)]
     monkeypatch.setattr(sys, "argv", ["gpu_attention", *arguments])
@@ -54,7 +59,12 @@ def test_every_format_is_measured(
     copies = said["ceilings"]["copy_bytes_per_s"]
     assert copies == 2 * (1 << 20) / 2e-3
     for name, results in said["results"].items():
-        assert [(at["name"], at["batch"], at["context"]) for at in results] == [("decode", 2, 150), ("prefill", 1, 20)]
+        cases = [("decode", 2, 150), ("prefill", 1, 20), ("chunk of 8", 1, 20)]
+        assert [(at["name"], at["batch"], at["context"]) for at in results] == cases
+        assert [at["sdpa_ms"] for at in results] == [2.0, 2.0, None]
+        by_torch = 2.0 if name in SDPA_FORMATS else None
+        assert [at["gathered_ms"] for at in results] == [None, by_torch, by_torch]
         read = 2 * (150 + (128 if name == "int4_mixed" else 0)) * kv_format(name).slot_bytes(2, 64, 64)
         assert results[0]["share"] == pytest.approx(read / 2e-3 / copies)
-        assert f"| decode | 2 | 150 | 2.000 | {results[0]['share']:.0%} | 2.000 |" in printed
+        assert f"| decode | 2 | 150 | 2.000 | {results[0]['share']:.0%} | 2.000 | – |" in printed
+    assert gathered == [(20, 0), (8, 12)] * len({*SDPA_FORMATS} & {*gpu_attention.FORMATS})

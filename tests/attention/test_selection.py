@@ -15,11 +15,13 @@ from pagemill.attention.flashinfer_backend import FlashInfer
 from pagemill.attention.interface import AttentionBackend
 from pagemill.attention.library_backend import LibraryAttention
 from pagemill.attention.measured_choice import MeasuredChoice, time_attention
+from pagemill.attention.sdpa_operators import HeadShape
 from pagemill.attention.selection import candidates, choose_attention
 from pagemill.attention.support import AttentionNeeds, Support
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
 
+CPU = torch.device("cpu")
 H100 = AttentionNeeds(torch.bfloat16, "bfloat16", 16, 32, 8, 128, (None,), None, (9, 0))
 
 
@@ -33,7 +35,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(name: str, needs: AttentionNeeds, fastest: str = "flash_attn") -> AttentionBackend:
-    return choose_attention(name, needs, candidates(needs), lambda backends: fastest)
+    return choose_attention(name, needs, candidates(needs, CPU), lambda backends: fastest)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,32 @@ def test_a_choice_that_does_not_fit_is_refused_with_the_way_out(change: dict[str
     assert caught.value.param == "attention_backend"
 
 
+def test_torchs_own_attention_is_taken_where_an_operator_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    works = selection.working_operator
+    monkeypatch.setattr(selection, "working_operator", lambda *given: tried.append(given) or works(*given))
+    assert type(chosen("triton", H100)).__name__ == "TritonAttention"
+    assert not tried, "what is not asked for is not tried"
+    backend = chosen("sdpa", H100)
+    assert backend.name.startswith(f"sdpa-{torch.__version__}-flash_for_cpu-")
+    assert "+triton" in backend.name
+    assert tried == [(HeadShape(torch.bfloat16, 32, 8, 128), CPU)]
+    monkeypatch.setattr(selection, "working_operator", lambda *_: "none of torch's operators runs: too old")
+    with pytest.raises(ConfigError, match="'sdpa' cannot be used: none of torch's operators runs: too old; or use"):
+        chosen("sdpa", H100)
+    assert type(chosen("auto", replace(H100, kv_format="int8"))).__name__ == "TritonAttention"
+    for change, reason in (
+        ({"capability": (7, 5)}, "capability 8.0, and this GPU has 7.5"),
+        ({"kv_format": "int4_mixed"}, "fp8_e4m3 or fp8_e5m2, not in int4_mixed"),
+        ({"kv_format": "float16"}, "the queries' bfloat16, not in float16"),
+        ({"soft_cap": 30.0}, "no soft cap"),
+        ({"head_dim": 20}, "multiples of 8 up to 256 dimensions"),
+        ({"value_dim": 64}, "values beside keys"),
+    ):
+        with pytest.raises(ConfigError, match=f"'sdpa' cannot be used: .*{reason}"):
+            chosen("sdpa", replace(H100, **change))
+
+
 def test_windows_and_soft_caps_are_refused_where_there_are_none() -> None:
     support = Support(windows=False, soft_cap=False)
     assert support.refusal(H100) is None
@@ -83,7 +111,12 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(selection, f"{name}_libraries", list)
         with pytest.raises(ConfigError, match=rf"install pagemill\[{install}\]"):
             chosen(name, H100)
-    assert type(chosen("auto", H100)).__name__ == "TritonAttention", "nothing to measure"
+    for needs in (H100, replace(H100, capability=(7, 5))):
+        assert type(chosen("auto", needs, "triton")).__name__ == "TritonAttention"
+    none = choose_attention(
+        "auto", replace(H100, soft_cap=30.0), candidates(replace(H100, soft_cap=30.0), CPU), pytest.fail
+    )
+    assert type(none).__name__ == "TritonAttention", "nothing to measure"
 
 
 def test_auto_takes_torch_only_as_the_last_resort(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,6 +125,7 @@ def test_auto_takes_torch_only_as_the_last_resort(caplog: pytest.LogCaptureFixtu
     assert "capability 7.5, and this GPU has 7.0" in caplog.text
     assert type(chosen("auto", H100, "triton")).__name__ == "TritonAttention"
     assert isinstance(chosen("torch", H100), TorchAttention)
+    assert type(chosen("auto", replace(H100, kv_format="int8"), "sdpa")).__name__ == "SdpaAttention"
     for support in (FA2_SUPPORT, FA3_SUPPORT):
         assert support.refusal(replace(H100, capability=None)) == "it needs an NVIDIA GPU; use device 'cuda'"
 
@@ -125,6 +159,7 @@ def test_a_measurement_is_kept_until_something_changes(tmp_path: Path) -> None:
         choice(flash_attn=broken)
 
 
-def test_what_is_timed_runs() -> None:
-    needs = AttentionNeeds(torch.bfloat16, "bfloat16", 256, 2, 1, 16, (None,), None, None)
-    assert time_attention(TorchAttention(), needs, torch.device("cpu")) > 0
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
+def test_what_is_timed_runs(kv_format: str) -> None:
+    needs = AttentionNeeds(torch.bfloat16, kv_format, 256, 2, 1, 16, (None,), None, None)
+    assert time_attention(TorchAttention(), needs, CPU) > 0

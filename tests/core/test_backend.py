@@ -84,7 +84,8 @@ def test_kernels_that_this_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_attention_on_cpu_is_its_own_or_torchs() -> None:
-    assert isinstance(select_backend("cpu", attention="torch").attention, TorchAttention)
+    for name in ("torch", "sdpa"):
+        assert isinstance(select_backend("cpu", attention=name).attention, TorchAttention)
     for name in ("triton", "flash_attn", "flashinfer"):
         with pytest.raises(ConfigError, match=r"needs an NVIDIA GPU.*use 'auto' or 'torch'") as caught:
             select_backend("cpu", attention=name)

@@ -13,6 +13,9 @@ from static_attention import StaticAttention
 
 from core.drive import drive, request
 from interpreter import CAPABILITY, DEVICE
+from pagemill.attention import sdpa_backend
+from pagemill.attention.sdpa_operators import HeadShape, flash_of_cpu
+from pagemill.attention.torch_backend import TorchAttention
 from pagemill.attention.triton_backend import TritonAttention
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -99,6 +102,18 @@ def check_against_host(small_model, device, seed: int, backend) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_schedules_bring_the_tokens_of_the_host_and_break_no_order(small_model, device, seed):
     check_against_host(small_model, device, seed, BACKEND)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="Triton interprets kernels where there is no GPU")
+def test_prompts_by_torchs_own_attention_bring_the_tokens_of_the_host(small_model, device, monkeypatch):
+    attended, cut = [], sdpa_backend.cut
+    monkeypatch.setattr(sdpa_backend, "cut", lambda *lengths: attended.append(lengths) or cut(*lengths))
+    for name, value in (("LONG_QUERIES", 5), ("GRANULE", 8), ("MOST_KEYS", 32)):
+        monkeypatch.setattr(sdpa_backend, name, value)
+    heads = HeadShape(torch.float32, 4, 2, 16)
+    attention = sdpa_backend.SdpaAttention(flash_of_cpu(torch.device("cpu")), heads, TorchAttention(), CAPABILITY)
+    check_against_host(small_model, device, 0, BACKEND._replace(attention=attention))
+    assert sum(before > 0 for _, before in attended) > 5
 
 
 def run_broken(small_model, device, harm) -> None:

@@ -183,6 +183,32 @@ def test_sixteen_bits(model, on_cpu, enforce_eager) -> None:
     assert sum(first) >= len(first) - 2, "first tokens differ where two are nearly alike only"
 
 
+@pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.get_device_capability() < (8, 0), reason="needs capability 8.0")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_prompts_by_torchs_own_attention(model, monkeypatch, kv_cache_dtype) -> None:
+    """Prompts take several steps, beside others that decode; first tokens are those of Triton's attention."""
+    from pagemill.attention import sdpa_backend
+
+    attended, cut = [], sdpa_backend.cut
+    monkeypatch.setattr(sdpa_backend, "cut", lambda *lengths: attended.append(lengths) or cut(*lengths))
+    draw = random.Random(11)
+    asked = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in (600, 1023, 1500, 5, 1700, 90, 513, 800)]
+    settings = {
+        "dtype": "bfloat16", "max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 2048},
+        "max_num_batched_tokens": 1024, "kv_memory": "512MiB", "kv_cache_dtype": kv_cache_dtype,
+    }  # fmt: skip
+    found = []
+    for backend in ("sdpa", "triton"):
+        with LLM(model, device=DEVICE, **(SETTINGS | settings), attention_backend=backend) as llm:
+            attended.clear()
+            outputs = llm.generate([{"prompt_token_ids": one} for one in asked], GREEDY, use_tqdm=False)
+            assert bool(attended) == (backend == "sdpa")
+            assert backend == "triton" or any(before for _, before in attended)
+        found.append([output.outputs[0].token_ids[0] for output in outputs])
+    same = [a == b for a, b in zip(*found, strict=True)]
+    assert sum(same) >= len(same) - 2, "first tokens differ where two are nearly alike only"
+
+
 def test_weights_in_eight_bits(model, on_cpu) -> None:
     """The real model's file is one of 8 bits: its own numbers, here on purpose."""
     found = answers(model, DEVICE, quantization="int8")

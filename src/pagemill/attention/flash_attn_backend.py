@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.attention.library_backend import HALF_FORMATS, HALVES, AttentionLibrary, Options, imported, starts_of
-from pagemill.attention.support import Support
+from pagemill.attention.library_backend import AttentionLibrary, Options, imported, starts_of
+from pagemill.attention.support import HALF_FORMATS, HALVES, Support
 from pagemill.attention.window_tables import window_tables
 
 FA2_SUPPORT = Support(

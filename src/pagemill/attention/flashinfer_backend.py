@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, HostLengths, LayerCache
-from pagemill.attention.library_backend import HALF_FORMATS, HALVES, AttentionLibrary, Options, imported, starts_of
-from pagemill.attention.support import Support
+from pagemill.attention.library_backend import AttentionLibrary, Options, imported, starts_of
+from pagemill.attention.support import HALF_FORMATS, HALVES, Support
 from pagemill.attention.window_tables import window_tables
 
 FLASHINFER_SUPPORT = Support(

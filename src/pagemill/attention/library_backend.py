@@ -15,9 +15,6 @@ from pagemill.attention.support import AttentionNeeds, Support
 
 logger = logging.getLogger(__name__)
 
-HALVES = (torch.float16, torch.bfloat16)
-HALF_FORMATS = ("float16", "bfloat16")
-
 Plan = TypeVar("Plan")
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
+
+import torch
 
 from pagemill.attention.flash_attn_backend import flash_attn_libraries
 from pagemill.attention.flashinfer_backend import flashinfer_libraries
 from pagemill.attention.interface import AttentionBackend
 from pagemill.attention.library_backend import AttentionLibrary, LibraryAttention
-from pagemill.attention.support import NO_GPU, AttentionNeeds, Support
+from pagemill.attention.sdpa_operators import HeadShape, Operator, working_operator
+from pagemill.attention.support import HALF_FORMATS, HALVES, NO_GPU, AttentionNeeds, Support
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
 from pagemill.ops.triton_driver import triton_refusal
@@ -20,28 +23,40 @@ from pagemill.ops.triton_driver import triton_refusal
 logger = logging.getLogger(__name__)
 
 TRITON_SUPPORT = Support(least_capability=(7, 5))
+SDPA_FORMATS = (*HALF_FORMATS, "int8", "fp8_e4m3", "fp8_e5m2")
+SDPA_SUPPORT = Support(
+    HALVES,
+    SDPA_FORMATS,
+    head_dims=range(8, 257, 8),
+    unequal_widths=False,
+    soft_cap=False,
+    same_format=True,
+    least_capability=(8, 0),
+)
 TORCH_SUPPORT = Support()
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Names a backend, what it takes, and how it is made. missing: what to install, where it is not there."""
+    """Names a backend, what it takes, and how it is made. missing: what to install, where it is not there. trial: tries
+    it on the device, and returns why it does not run there."""
 
     name: str
     support: Support
     make: Callable[[], AttentionBackend]
     missing: str | None = None
+    trial: Callable[[], str | None] = lambda: None
 
     def refusal(self, needs: AttentionNeeds) -> str | None:
         """Returns why it cannot be used, with the way out."""
-        return self.missing or self.support.refusal(needs)
+        return self.missing or self.support.refusal(needs) or self.trial()
 
 
 Measure = Callable[[Mapping[str, AttentionBackend]], str]
 """Returns the name of the fastest."""
 
 
-def candidates(needs: AttentionNeeds) -> list[Candidate]:
+def candidates(needs: AttentionNeeds, device: torch.device) -> list[Candidate]:
     """Returns all backends for a GPU, in the order in which they are taken without a measurement."""
     capability = needs.capability
     no_triton = NO_GPU if capability is None else triton_refusal()
@@ -56,6 +71,23 @@ def candidates(needs: AttentionNeeds) -> list[Candidate]:
     def with_rest(library: AttentionLibrary[Any]) -> AttentionBackend:
         return LibraryAttention(library, rest())
 
+    @cache
+    def operator() -> Operator | str:
+        return working_operator(HeadShape(needs.dtype, needs.heads, needs.kv_heads, needs.head_dim), device)
+
+    def no_operator() -> str | None:
+        found = operator()
+        return found if isinstance(found, str) else None
+
+    def sdpa() -> AttentionBackend:
+        from pagemill.attention.sdpa_backend import SdpaAttention  # imports triton
+
+        found = operator()
+        assert not isinstance(found, str), "the trial has refused it"
+        assert capability is not None, "so has the support"
+        shape = HeadShape(needs.dtype, needs.heads, needs.kv_heads, needs.head_dim)
+        return SdpaAttention(found, shape, rest(), capability)
+
     found = [Candidate("triton", TRITON_SUPPORT, rest, no_triton)]
     for name, package, installed in (
         ("flash_attn", "flash-attn", flash_attn_libraries),
@@ -67,6 +99,7 @@ def candidates(needs: AttentionNeeds) -> list[Candidate]:
             extra = name.replace("_", "-")
             missing = NO_GPU if capability is None else f"{package} is missing; install pagemill[{extra}]"
             found.append(Candidate(name, Support(), TorchAttention, missing))
+    found.append(Candidate("sdpa", SDPA_SUPPORT, sdpa, no_triton, no_operator))
     found.append(Candidate("torch", TORCH_SUPPORT, TorchAttention))
     return found
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 NO_GPU = "it needs an NVIDIA GPU; use device 'cuda'"
+HALVES = (torch.float16, torch.bfloat16)
+HALF_FORMATS = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class Support:
     """States what a backend takes. None: anything.
 
     unequal_widths: whether values may be narrower than keys.
-    windows: whether it slides windows of more than a block over the keys. same_format: whether queries and cache must
-    have one dtype.
+    windows: whether it slides windows of more than a block over the keys. same_format: whether queries and a cache of
+    floats must have one dtype; narrow caches have others.
     """
 
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -66,7 +68,7 @@ class Support:
             return f"it computes in {names}, not in {query}; set dtype"
         if self.kv_formats is not None and needs.kv_format not in self.kv_formats:
             return f"it reads KV caches in {_listed(self.kv_formats)}, not in {needs.kv_format}; set kv_cache_dtype"
-        if self.same_format and needs.kv_format != query:
+        if self.same_format and needs.kv_format in ("float32", *HALF_FORMATS) and needs.kv_format != query:
             return f"it reads KV caches in the queries' {query}, not in {needs.kv_format}; set kv_cache_dtype 'auto'"
         if self.block_sizes is not None and needs.block_size not in self.block_sizes:
             return f"it takes blocks of {_listed(map(str, self.block_sizes))} tokens, not {needs.block_size}; " + (

@@ -48,7 +48,7 @@ def gpu_attention(
     measure = MeasuredChoice(
         cache_dir() / "attention.json", _machine(device), needs, partial(time_attention, needs=needs, device=device)
     )
-    return choose_attention(config.attention_backend, needs, candidates(needs), measure)
+    return choose_attention(config.attention_backend, needs, candidates(needs, device), measure)
 
 
 def _machine(device: torch.device) -> str:

@@ -70,7 +70,7 @@ def select_backend(name: str, num_threads: int | None = None, attention: str = "
     device = find_device(name)
     if device.type != "cpu":
         return cuda_backend(device)
-    if attention not in ("auto", "torch"):
+    if attention not in ("auto", "torch", "sdpa"):  # vLLM's TORCH_SDPA is torch on a CPU
         raise ConfigError(
             f"attention_backend {attention!r} cannot be used: it needs an NVIDIA GPU, and the engine runs on CPU; use "
             "'auto' or 'torch'",

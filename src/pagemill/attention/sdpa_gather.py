@@ -1,0 +1,79 @@
+"""What stands beside torch's own attention: a row's keys and values are gathered out of its blocks, and results over
+parts of the keys merged, by the kernels in `triton_gather.py`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagemill.attention.interface import LayerCache
+from pagemill.attention.triton_gather import gather_tokens, merge_parts
+from pagemill.attention.triton_latent import padded
+
+TOKENS = 64
+"""Tokens of one KV head that a program gathers."""
+PAIRS = 16
+"""Tokens' heads whose results a program merges."""
+READ_AS = {
+    torch.float16: "float", torch.bfloat16: "float", torch.float32: "float", torch.int8: "int8",
+    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
+"""Formats of elements that are gathered, as `triton_tiles.py` names them."""
+_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Part(NamedTuple):
+    """Holds what queries have attended: output [tokens, heads, head_dim], and log-sum-exp fp32 [tokens, heads]."""
+
+    output: Tensor
+    lse: Tensor
+
+    def of(self, first: int, count: int) -> Part:
+        """Returns the part of `count` queries."""
+        return Part(self.output[first : first + count], self.lse[first : first + count])
+
+
+class Span(NamedTuple):
+    """Names so many keys of a row, from position `begin` on. Those from `end` on do not exist."""
+
+    begin: int
+    keys: int
+    end: int
+
+
+def gather(cache: LayerCache, table: Tensor, span: Span, dtype: torch.dtype, native: bool) -> tuple[Tensor, Tensor]:
+    """Returns keys and values [keys, kv_heads, head_dim] as `dtype`, zeros where there are none.
+
+    table: int32 [entries], the row's. native: the GPU converts e4m3.
+    """
+    kv_heads, block_size, head_dim = cache.block_shape
+    keys, values = torch.empty(2, span.keys, kv_heads, head_dim, dtype=dtype, device=cache.key.device).unbind()
+    scales = (cache.key_scale, cache.value_scale)
+    gather_tokens[(triton.cdiv(span.keys, TOKENS), kv_heads)](
+        _elements(cache.key), _elements(cache.value), *scales, table, keys, values, span.begin,
+        min(span.keys, span.end - span.begin), span.keys, *cache.key.stride(), *cache.value.stride(),
+        *(stride for each in scales for stride in ((0, 0) if each is None else each.stride()[:2])),
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=padded(head_dim), BLOCK_SIZE=block_size, TOKENS=TOKENS,
+        KEY_AS=READ_AS[cache.key.dtype], VALUE_AS=READ_AS[cache.value.dtype], NATIVE=native, DOT=_TRITON[dtype],
+    )  # fmt: skip
+    return keys, values
+
+
+def merge(a: Part, b: Part, dtype: torch.dtype) -> Part:
+    """Merges results over keys of which each query has seen some in both, as `merge_states` does; output as `dtype`."""
+    tokens, heads, head_dim = a.output.shape
+    output = torch.empty(tokens, heads, head_dim, dtype=dtype, device=a.output.device)
+    lse = torch.empty(tokens, heads, device=a.output.device)
+    merge_parts[(triton.cdiv(tokens * heads, PAIRS),)](
+        *a, *b, output, lse, tokens * heads, *a.output.stride()[:2], *a.lse.stride(), *b.output.stride()[:2],
+        *b.lse.stride(), HEADS=heads, HEAD_DIM=head_dim, DIMS=padded(head_dim), PAIRS=PAIRS,
+    )  # fmt: skip
+    return Part(output, lse)
+
+
+def _elements(cached: Tensor) -> Tensor:
+    return cached.view(torch.uint8) if READ_AS[cached.dtype] in ("e4m3", "e5m2") else cached
