@@ -1,6 +1,7 @@
 """Times Triton's paged attention on a GPU beside what the GPU can do: bytes per second of a copy, FLOP per second of a
 bf16 matrix product, and torch's own attention over contiguous keys and values. Prompts and chunks of prompts are also
-timed through `attention_backend` sdpa, which gathers keys and values and then calls torch's.
+timed through `attention_backend` sdpa, which gathers keys and values and then calls torch's; and all cases of 16 bits
+through FlashInfer, where it is installed.
 
     python -m benchmarks.gpu_attention [--quick] [--caches all|bfloat16,int4_mixed,...] [--heads 32] [--kv-heads 8]
                                        [--head-dim 128] [--json FILE]
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from benchmarks.gpu_flashinfer import flashinfer_ms
 from benchmarks.on_gpu import DEVICE, Ceilings, captured, heading, keep, measure_ceilings, median_ms, need_gpu
 
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
@@ -59,7 +61,7 @@ class Shape:
 @dataclass(frozen=True)
 class Result:
     """Holds one case. share: of the copy's speed in decode, of the product's elsewhere. sdpa_ms: torch's own.
-    gathered_ms: by the backend sdpa."""
+    gathered_ms: by the backend sdpa. flashinfer_ms: FlashInfer's, over the same pool."""
 
     name: str
     batch: int
@@ -68,6 +70,7 @@ class Result:
     share: float
     sdpa_ms: float | None
     gathered_ms: float | None
+    flashinfer_ms: float | None
 
 
 def make_cache(shape: Shape, frames: int) -> LayerCache:
@@ -179,16 +182,17 @@ def run(
             pairs = queries * (context - queries) + queries * (queries + 1) // 2
             share = 4 * pairs * shape.heads * shape.head_dim / ms * 1e3 / ceilings.gemm_flop_per_s
         gathered_ms = None if gathered is None or name == "decode" else ms_of(gathered)
-        results.append(Result(name, rows, context, ms, share, sdpa_ms(shape, rows, queries, context), gathered_ms))
+        others = sdpa_ms(shape, rows, queries, context), gathered_ms, flashinfer_ms(query, cache, batch, scale)
+        results.append(Result(name, rows, context, ms, share, *others))
     return results
 
 
 def table(results: list[Result]) -> str:
-    lines = ["| | batch | context | ms | share of peak | torch's SDPA, ms | backend sdpa, ms |", "| --- " * 7 + "|"]
+    heads = "| | batch | context | ms | share of peak | torch's SDPA, ms | backend sdpa, ms | FlashInfer, ms |"
+    lines = [heads, "| --- " * 8 + "|"]
     for at in results:
-        torchs, gathered = ("–" if ms is None else f"{ms:.3f}" for ms in (at.sdpa_ms, at.gathered_ms))
-        said = f"| {at.name} | {at.batch} | {at.context} | {at.ms:.3f} | {at.share:.0%} | {torchs} | {gathered} |"
-        lines.append(said)
+        others = ("–" if ms is None else f"{ms:.3f}" for ms in (at.sdpa_ms, at.gathered_ms, at.flashinfer_ms))
+        lines.append(f"| {at.name} | {at.batch} | {at.context} | {at.ms:.3f} | {at.share:.0%} | {' | '.join(others)} |")
     return "\n".join(lines)
 
 
