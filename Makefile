@@ -88,6 +88,7 @@ compile-gpu: $(BUILT)  ## Compile all GPU kernels in the usual configurations, w
 	@$(BIN)/python tests/attention/compile_latents_for_gpus.py $(CAPABILITIES)
 	@$(BIN)/python tests/attention/compile_gather_for_gpus.py $(CAPABILITIES)
 	@$(BIN)/python tests/ops/compile_quantized_for_gpus.py $(CAPABILITIES)
+	@$(BIN)/python tests/ops/compile_linear_for_gpus.py $(CAPABILITIES)
 	@$(BIN)/python tests/ops/compile_for_gpus.py $(CAPABILITIES)
 	@$(BIN)/python tests/sampling/compile_for_gpus.py $(CAPABILITIES)
 

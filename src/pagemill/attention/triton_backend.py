@@ -23,6 +23,7 @@ from pagemill.attention.triton_latent import LatentTile, latent_tiles, padded
 from pagemill.attention.triton_latent_kernels import attend_latents
 from pagemill.attention.triton_walks import most_chunks_of
 from pagemill.attention.triton_write import rotate_queries, write_tokens
+from pagemill.ops.triton_early import EARLY_CAPABILITY, launch_options
 
 KERNEL_VERSION = 3
 """Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
@@ -107,18 +108,20 @@ def rows_at_once(rows: int, row_bytes: int) -> int:
 class TritonAttention:
     """Implements `AttentionBackend` for GPUs of compute capability 7.5 or higher, and for Triton's interpreter.
 
-    capability: the GPU's. Below 8.0 Triton takes no matrix units, and tiles are small.
+    capability: the GPU's. Below 8.0 Triton takes no matrix units, and tiles are small. early: kernels of decode steps
+    begin while the one before ends (see `ops/triton_early.py`).
 
     A query's bits depend on its own row alone: on its query length, context and window, never on other rows.
     """
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], early: bool = False) -> None:
         self.name = f"triton-{triton.__version__}-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
         self.kv_formats: tuple[str, ...] | None = None
         self.waits = False
         self._major, self._native_e4m3 = capability[0], capability >= (8, 9)
         compiled = isinstance(attend, triton.JITFunction)  # the interpreter knows no assembler
         self._packed = compiled and capability >= (8, 0)
+        self._options = launch_options(early and capability >= EARLY_CAPABILITY)
 
     def write(
         self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
@@ -137,7 +140,7 @@ class TritonAttention:
                 *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
                 KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim, cache), BLOCK_SIZE=block_size,
                 VECTORS=VECTORS, STAGES=_stages(head_dim), KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
-                enable_fp_fusion=False,
+                enable_fp_fusion=False, **self._options,
             )  # fmt: skip
 
     def attend(
@@ -200,7 +203,7 @@ class TritonAttention:
                 KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
                 PACKED=self._packed, NATIVE=self._native_e4m3,
                 TOGETHER=together, ALIKE=cache.key.stride() == cache.value.stride(),
-                num_warps=tile.warps, num_stages=tile.stages,
+                num_warps=tile.warps, num_stages=tile.stages, **self._options,
             )  # fmt: skip
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # kernels start on the current device
@@ -213,7 +216,7 @@ class TritonAttention:
                 def some(first: int, count: int, *parts: Tensor | None) -> None:
                     launch((count, kv_heads, chunks), tile, first, *parts, in_chunks=True)
 
-                _in_chunks(some, output, lse, batch, few, short, chunks, dims)
+                _in_chunks(some, output, lse, batch, few, short, chunks, dims, self._options)
         return output, lse
 
     def _attend_latents(
@@ -264,7 +267,7 @@ class TritonAttention:
             if batch.max_query_len > short:
                 launch((tokens // tile.tokens(heads) + rows, programs), long, in_chunks=False)
             if rows > 1 or batch.max_query_len <= short:
-                _in_chunks(some, output, lse, batch, few, short, chunks, padded(rank))
+                _in_chunks(some, output, lse, batch, few, short, chunks, padded(rank), {})
 
     def _rotated(self, query: Tensor, dims: int) -> Tensor:
         """Returns queries rotated as 4-bit keys are: in fp16 if they have 16 bits. bf16 would round off more than there
@@ -289,6 +292,7 @@ def _in_chunks(
     short: int,
     chunks: int,
     dims: int,
+    options: dict[str, bool],
 ) -> None:
     """Attends rows of at most `short` tokens in up to `chunks` chunks, and merges these.
 
@@ -307,6 +311,7 @@ def _in_chunks(
         merge_chunks[(count * few, heads)](
             chunk_output, chunk_lse, output, lse, _from(first, batch.query_start), few, chunks,
             SHORT=short, HEAD_DIM=value_dim, DIMS=dims, BLOCK_CHUNKS=BLOCK_CHUNKS, num_warps=max(1, dims // 128),
+            **options,
         )  # fmt: skip
 
 

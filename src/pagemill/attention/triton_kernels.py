@@ -38,6 +38,7 @@ from pagemill.attention.triton_walks import (
     tokens_of_program,
     weigh,
 )
+from pagemill.ops.triton_early import let_next_begin, wait_for_previous
 
 
 @triton.jit(
@@ -58,6 +59,7 @@ def attend(
     CHUNK: tl.constexpr, LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     KEY_DOT: tl.constexpr, VALUE_DOT: tl.constexpr, KEY_AS: tl.constexpr, VALUE_AS: tl.constexpr,
     PACKED: tl.constexpr, NATIVE: tl.constexpr, TOGETHER: tl.constexpr, ALIKE: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Attends for one tile of queries and one KV head, over all keys or over one chunk of them.
 
@@ -73,7 +75,10 @@ def attend(
         divided by TOGETHER: `scale` makes up for one of them.
     ALIKE: whether values have the strides of keys: then one address serves both.
     rest_tables: of the remainders that a query adds to its `precise` latest keys and values, in 4 bits as they are.
+    EARLY: see `ops/triton_early.py`.
     """
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     kv_head = tl.program_id(1)
     heads = tl.num_programs(1) * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -231,11 +236,14 @@ def attend(
 def merge_chunks(
     chunk_output, chunk_lse, output, lse, query_start, few, chunks,
     SHORT: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Merges a query's results over chunks, in order, as `merge_states` does; see `attend`. lse may be None.
 
     grid [rows * few, heads].
     """
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     row, token = tl.program_id(0) // few, tl.program_id(0) % few
     head, heads = tl.program_id(1), tl.num_programs(1)
     start = tl.load(query_start + row)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagemill.ops.triton_early import let_next_begin, wait_for_previous
+
 LEAST = tl.constexpr(2.0**-100)
 MOST = tl.constexpr(2.0**126)
 """As in quantize.py: shorter vectors are stored as zeros or as one number, longer ones count as not finite."""
@@ -30,13 +32,16 @@ def write_tokens(
     key_scale_frame, key_scale_head, value_scale_frame, value_scale_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTORS: tl.constexpr, STAGES: tl.constexpr, KEY_AS: tl.constexpr, VALUE_AS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Writes keys and values [tokens, KV_HEADS, HEAD_DIM] to their slots, VECTORS at a time; slot -1 is skipped.
 
     grid [tokens * KV_HEADS / VECTORS]. value and value_cache: None where values lie in keys. key_scale and value_scale:
     None unless elements are integers. rest_slots: where remainders go; may be None. STAGES: 4-bit keys are rotated
-    2**STAGES dimensions at a time. KEY_AS, VALUE_AS: see `triton_tiles.py`.
+    2**STAGES dimensions at a time. KEY_AS, VALUE_AS: see `triton_tiles.py`. EARLY: see `ops/triton_early.py`.
     """
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     token, head = vector // KV_HEADS, vector % KV_HEADS
     slot = tl.load(slots + token, token < tokens, other=-1)

@@ -4,7 +4,7 @@ Arithmetic is fp32. Results are rounded where `TorchOps` rounds them, also where
 operators. Kernels are compiled without fused multiply-add, so that a product is rounded before it is added.
 
 Strides are in elements, and a row's elements lie side by side. A pointer that may be None says so; what depends on it
-is then left out.
+is then left out. EARLY: see `triton_early.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagemill.ops.triton_early import let_next_begin, wait_for_previous
+
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def normalize(
     x, added, added_weight, weight, output, rows, inner, outer_stride, inner_stride, eps,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Writes rms_norm(x, weight) of rows of SIZE elements to output [rows, SIZE], ROWS rows at a time.
 
@@ -25,6 +27,8 @@ def normalize(
     added: None, or [rows, SIZE], which is added to x first, in place; rms_norm(added, added_weight) in its stead, if
     that weight is there.
     """
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     there = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -54,6 +58,7 @@ def _scaled(x, weight, eps, SIZE: tl.constexpr):
 def turn_heads(
     x, query_weight, key_weight, cos, sin, heads, queries, token_stride, head_stride, eps,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Norms the heads of x [tokens, heads, HEAD_DIM] and rotates them, in place, HEADS heads at a time.
 
@@ -61,6 +66,8 @@ def turn_heads(
     rounded up to a power of two. REST: 0, or what is behind the pairs, rounded up.
     query_weight, key_weight: fp32 [HEAD_DIM], of the first `queries` heads and of the others; None: there is no norm.
     """
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, PAIRS)
@@ -106,11 +113,15 @@ def _weight(query_weight, key_weight, dim, DIMS: tl.constexpr, is_query):
 
 
 @triton.jit
-def gate(x, output, size, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate(
+    x, output, size, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+):  # fmt: skip
     """Writes activation(gate) * up to output [tokens, size]; row r of x, at r * row_stride, holds gate, then up.
 
     grid [tokens, size / BLOCK].
     """
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < size

@@ -1,5 +1,5 @@
-"""TritonOps: a decoder's operators on NVIDIA GPUs. Matrix products are torch's (cuBLAS), what lies between them runs in
-the kernels of `triton_kernels.py`, each operator in one.
+"""TritonOps: a decoder's operators on NVIDIA GPUs. Matrix products are torch's (cuBLAS), those of few rows those of
+`triton_linear.py`; what lies between them runs in the kernels of `triton_kernels.py`, each operator in one.
 
 Nothing here waits for the device, and results have the sizes of inputs: a CUDA graph may hold all of it.
 """
@@ -16,12 +16,15 @@ from torch import Tensor
 from pagemill.ops.interface import LowRank, LowRankRun
 from pagemill.ops.low_rank import LowRankPart
 from pagemill.ops.quantized import check_contiguous
-from pagemill.ops.torch_ops import TorchOps
+from pagemill.ops.torch_ops import TorchLinear, TorchOps
+from pagemill.ops.triton_early import EARLY_CAPABILITY, launch_options
 from pagemill.ops.triton_kernels import gate, normalize, turn_heads
+from pagemill.ops.triton_linear import pack
 from pagemill.ops.triton_low_rank import TritonLowRank
 
 KERNEL_VERSION = 1
-"""Raised whenever the kernels' arithmetic changes: stored K/V of other bits must not be found."""
+"""Raised whenever the kernels' arithmetic changes, or the data of `triton_linear.py`: stored K/V of other bits must
+not be found."""
 WIDEST = 16384
 """Elements of a row that a program holds in registers at most."""
 TILE = 1024
@@ -32,18 +35,24 @@ class TritonOps(TorchOps):
     """Implements `Ops` for GPUs that Triton compiles for, and for Triton's interpreter; and more operators, of which
     each is several of `Ops` in one kernel, with the same places of rounding.
 
-    capability: the GPU's. Below 8.0 Triton takes no matrix units.
+    capability: the GPU's. Below 8.0 Triton takes no matrix units. early: kernels begin while the one before ends (see
+    `triton_early.py`).
 
     A row's bits depend on the row alone, but for those of matrix products.
     """
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], early: bool = False) -> None:
         self.name = f"{TorchOps.name}+triton-{triton.__version__}-{KERNEL_VERSION}"
-        self._major = capability[0]
+        self._major, self._capability = capability[0], capability
+        self._early = early and capability >= EARLY_CAPABILITY
+        self._options = launch_options(self._early)
 
     def has_matrix_units(self, dtype: torch.dtype) -> bool:
         """Returns True if Triton's products of this dtype run in matrix units."""
         return self._major >= 8 and dtype != torch.float32
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> TorchLinear:
+        return pack(weight, bias, self._capability, self._early)
 
     def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> LowRank:
         return TritonLowRank(parts, in_features, out_features)
@@ -57,8 +66,9 @@ class TritonOps(TorchOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns what `Ops.rms_norm` says. Raises ValueError for rows of over WIDEST elements."""
         if x.dim() > 3 or x.stride(-1) != 1:
-            return _normalize(x.reshape(-1, x.shape[-1]).contiguous(), None, None, weight, eps).view(x.shape)
-        return _normalize(x, None, None, weight, eps)
+            dense = x.reshape(-1, x.shape[-1]).contiguous()
+            return _normalize(dense, None, None, weight, eps, self._options).view(x.shape)
+        return _normalize(x, None, None, weight, eps, self._options)
 
     def add_rms_norm(
         self, x: Tensor, added: Tensor, weight: Tensor, eps: float, added_weight: Tensor | None = None
@@ -69,10 +79,10 @@ class TritonOps(TorchOps):
         """
         check_contiguous("x", x, x.dtype, tuple(x.shape))
         check_contiguous("added", added, x.dtype, tuple(x.shape))
-        return _normalize(x, added, added_weight, weight, eps)
+        return _normalize(x, added, added_weight, weight, eps, self._options)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        _turn(x, 0, None, None, 0.0, cos, sin)
+        _turn(x, 0, None, None, 0.0, cos, sin, self._options)
 
     def norm_and_rotate(
         self, x: Tensor, num_queries: int, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor
@@ -81,7 +91,7 @@ class TritonOps(TorchOps):
         with q_norm, the others with k_norm, fp32 [head_dim]."""
         for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
             check_contiguous(name, weight, torch.float32, (x.shape[2],))
-        _turn(x, num_queries, q_norm, k_norm, eps, cos, sin)
+        _turn(x, num_queries, q_norm, k_norm, eps, cos, sin, self._options)
 
     def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
         tokens, size = x.shape[0], x.shape[1] // 2
@@ -91,12 +101,20 @@ class TritonOps(TorchOps):
         if y.numel():
             with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
                 gate[(tokens, triton.cdiv(size, TILE))](
-                    x, y, size, x.stride(0), GELU=activation == "gelu_tanh", BLOCK=TILE, enable_fp_fusion=False
-                )
+                    x, y, size, x.stride(0), GELU=activation == "gelu_tanh", BLOCK=TILE, enable_fp_fusion=False,
+                    **self._options,
+                )  # fmt: skip
         return y
 
 
-def _normalize(x: Tensor, added: Tensor | None, added_weight: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _normalize(
+    x: Tensor,
+    added: Tensor | None,
+    added_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    options: dict[str, bool],
+) -> Tensor:
     """Returns rms_norm of x [tokens, (heads,) size], to which `added` is added before, if it is given."""
     size = x.shape[-1]
     for name, each in (("weight", weight), ("added_weight", added_weight)):
@@ -113,7 +131,7 @@ def _normalize(x: Tensor, added: Tensor | None, added_weight: Tensor | None, wei
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
         normalize[(triton.cdiv(rows, at_once),)](
             x, added, added_weight, weight, y, rows, inner, x.stride(0), inner_stride, eps,
-            SIZE=size, COLUMNS=columns, ROWS=at_once, num_warps=_warps(columns), enable_fp_fusion=False,
+            SIZE=size, COLUMNS=columns, ROWS=at_once, num_warps=_warps(columns), enable_fp_fusion=False, **options,
         )  # fmt: skip
     return y
 
@@ -125,7 +143,14 @@ def _warps(columns: int) -> int:
 
 
 def _turn(
-    x: Tensor, num_queries: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+    x: Tensor,
+    num_queries: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    options: dict[str, bool],
 ) -> None:
     tokens, heads, head_dim = x.shape
     half = cos.shape[1]
@@ -141,5 +166,5 @@ def _turn(
         turn_heads[(tokens, triton.cdiv(heads, at_once))](
             x, q_norm, k_norm, cos, sin, heads, num_queries, x.stride(0), x.stride(1), eps,
             HEAD_DIM=head_dim, HALF=half, PAIRS=pairs, REST=triton.next_power_of_2(rest) if rest else 0,
-            HEADS=at_once, enable_fp_fusion=False,
+            HEADS=at_once, enable_fp_fusion=False, **options,
         )  # fmt: skip

@@ -147,14 +147,13 @@ def _constants(weight: PackedWeight) -> dict[str, object]:
 
 
 class TritonQuantizedOps(TritonOps):
-    """Implements `Ops` as TritonOps does, and keeps narrow weights as they are. capability: the GPU's."""
+    """Implements `Ops` as TritonOps does, and keeps narrow weights as they are. capability, early: of TritonOps."""
 
     keeps_narrow = True
 
-    def __init__(self, capability: tuple[int, int]) -> None:
-        super().__init__(capability)
+    def __init__(self, capability: tuple[int, int], early: bool = False) -> None:
+        super().__init__(capability, early)
         self.name += f"-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
-        self._capability = capability
 
     def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> NarrowLinear:
         return NarrowLinear(pack_affine(weight), bias, torch.float32, self._capability)

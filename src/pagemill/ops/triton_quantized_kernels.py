@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagemill.ops.triton_early import let_next_begin, wait_for_previous
+
 MAGIC_VALUE = tl.constexpr(8388608.0)
 """2**23: the last bits of this float32 hold an integer below 2**23, which comes out by a subtraction, cheaper than a
 conversion. Its bits, 0x4B000000, are an argument, `magic`: unknown to the compiler, they lie in a register, and one
@@ -267,9 +269,16 @@ def multiply_rows(
         tl.store(parts + at, sums, written)
 
 
-@triton.jit(do_not_specialize=["size"])
-def add_parts(parts, bias, y, size, out_features, count, BLOCK: tl.constexpr):
-    """Writes y [size] = the sum of parts fp32 [count, size], and bias [out_features]; grid [size / BLOCK]."""
+@triton.jit(do_not_specialize=["size", "count"])
+def add_parts(
+    parts, bias, y, size, out_features, count, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+):  # fmt: skip
+    """Writes y [size] = the sum of parts fp32 [count, size], and bias [out_features]; grid [size / BLOCK].
+
+    EARLY: see `triton_early.py`.
+    """
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.zeros((BLOCK,), tl.float32)
@@ -278,5 +287,5 @@ def add_parts(parts, bias, y, size, out_features, count, BLOCK: tl.constexpr):
         total += tl.load(part, inside, other=0)
         part += size
     if bias is not None:
-        total += tl.load(bias + at % out_features, inside, other=0)
+        total += tl.load(bias + at % out_features, inside, other=0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), inside)
