@@ -41,6 +41,7 @@ BENCHMARKS = {
     "decode": ["benchmarks.gpu_decode"],
     "attention": ["benchmarks.gpu_attention", "--caches", "bfloat16"],
     "swap": ["benchmarks.gpu_swap", "--quick"],
+    "products": ["benchmarks.gpu_products", "--quick"],
     "weights": ["benchmarks.gpu_weights", "--quick"],
     "operators": ["benchmarks.gpu_ops", "--quick"],
     "sampling": ["benchmarks.gpu_sampling", "--quick"],

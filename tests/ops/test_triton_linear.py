@@ -118,7 +118,7 @@ def test_up_to_its_limit_a_layer_takes_rows_to_triton(monkeypatch: pytest.Monkey
     assert calls == [1, 20], "of other dtypes or strides, torch takes them"
     assert torch.equal(linear.rows(torch.tensor([3, 0], device=DEVICE)), weight[[3, 0]])
     assert most_rows((8, 6), 65) == 1000
-    assert pack(draw(100, 64, dtype=torch.bfloat16), None, (8, 6))._rows == 32, "no form takes more"
+    assert pack(draw(100, 64, dtype=torch.bfloat16), None, (8, 6)).few == 32, "no form takes more"
     others = draw(129, 64, dtype=torch.bfloat16), weight.float(), draw(64, 50, dtype=torch.bfloat16).T
     assert all(type(ops.pack_linear(other)) is TorchLinear for other in others)
     assert type(TritonOps((7, 5)).pack_linear(weight)) is TorchLinear

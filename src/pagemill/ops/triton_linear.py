@@ -119,17 +119,17 @@ def _can_be_tiled(matrix: Tensor) -> bool:
 
 
 class TritonLinear(TorchLinear):
-    """Keeps the weight as it is. Up to `rows` rows run in Triton, more in torch.
+    """Keeps the weight as it is. Up to `few` rows run in Triton, more in torch.
 
     early: as for `multiply`.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, forms: tuple[Form, ...], rows: int, early: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, forms: tuple[Form, ...], few: int, early: bool) -> None:
         super().__init__(weight, bias)
-        self._forms, self._rows, self._early = forms, rows, early
+        self._forms, self.few, self._early = forms, few, early
 
     def __call__(self, x: Tensor) -> Tensor:
-        if 0 < len(x) <= self._rows and x.dtype == self.weight.dtype and x.stride(1) == 1:
+        if 0 < len(x) <= self.few and x.dtype == self.weight.dtype and x.stride(1) == 1:
             form = next(form for form in self._forms if len(x) <= form.rows)
             return multiply(x, self.weight, self.bias, form, self._early)
         return super().__call__(x)
