@@ -1,0 +1,74 @@
+"""Compiles the kernels of a decode step that begin while the one before ends (see `gpu_compiler.py`), and checks that
+each waits for it before it reads or writes: a product may read weights, and nothing else.
+
+python tests/ops/compile_early_for_gpus.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import gpu_compiler
+from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.attention.triton_backend import TritonAttention
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.kv_format import kv_format
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layout import FrameShape, block_major
+from pagemill.ops.triton_early import EARLY_CAPABILITY
+from pagemill.ops.triton_linear import Form, multiply
+from pagemill.ops.triton_ops import TritonOps
+
+HIDDEN, CONTEXT, BLOCK_SIZE = 4096, 4096, 16
+FORMS = (Form(1, 4, 1024, 4, 1, 1, 512), Form(16, 64, 128, 4, 4, 512, 512), Form(16, 64, 128, 4, 4, 1, tiles=True))
+
+
+def launch(capability: int, early: bool) -> None:
+    of_gpu = divmod(capability, 10)
+    ops, attention = TritonOps(of_gpu, early), TritonAttention(of_gpu, early)
+    x, weight = torch.zeros(2, HIDDEN, dtype=torch.bfloat16), torch.zeros(HIDDEN)
+    heads, angles, of_heads = x.new_zeros(2, 48, 128), torch.zeros(2, 64), torch.zeros(128)
+    ops.rms_norm(x, weight, 1e-6)
+    ops.add_rms_norm(x, x.clone(), weight, 1e-6, weight)
+    ops.norm_and_rotate(heads[:, :40], 32, of_heads, of_heads, 1e-6, angles, angles)
+    ops.gated(x, "silu")
+    has_early = of_gpu >= EARLY_CAPABILITY
+    for form in FORMS if has_early else FORMS[:2]:
+        multiply(x[: form.rows], x.new_empty(HIDDEN, HIDDEN), None, form, early and has_early)
+    shape = FrameShape(group_layers([None]), 8, BLOCK_SIZE, 128, 128, kv_format("bfloat16"))
+    cache = DevicePool(16, shape, layout=block_major).layer(0)
+    slots = torch.arange(2)
+    batch = AttentionBatch(
+        query_start=torch.arange(3, dtype=torch.int32),
+        context_lens=torch.full((2,), CONTEXT, dtype=torch.int32),
+        positions=torch.arange(2),
+        groups=(GroupBatch(torch.zeros(2, CONTEXT // BLOCK_SIZE, dtype=torch.int32), slots),),
+        max_query_len=1,
+        max_context_len=CONTEXT,
+    )
+    query, key, value = heads.split((32, 8, 8), 1)
+    attention.write(key, value, cache, slots)
+    attention.attend(query, cache, batch, 0, scale=0.1)
+
+
+def check(ptx: str) -> None:
+    name, body = re.search(r"\.entry (\w+)", ptx)[1], ptx[ptx.index("{\n") :]
+    if ".target sm_8" in ptx:
+        assert "griddepcontrol" not in ptx, f"{name}: compute capability 8.0 has no such instruction"
+        return
+    before, *behind = body.split("griddepcontrol.wait")
+    assert len(behind) == 1, f"{name} must wait once"
+    assert "griddepcontrol.launch_dependents" in before, f"{name} lets the next one begin late"
+    touched = re.findall(r"\b(?:ld\.global|cp\.async\.bulk\.tensor|cp\.async\.c[ag]|st\.global|prefetch)", before)
+    allowed = {"ld.global"} if name == "multiply_one" else set()
+    assert set(touched) <= allowed | ({"prefetch"} if name.startswith("multiply") else set()), f"{name}: {touched}"
+
+
+if __name__ == "__main__":
+    gpu_compiler.main([(90, True), (80, True)], lambda capability: [(capability, True)], launch, check=check)
