@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import TypeVar
 
+MOST = 32
+
 Case = TypeVar("Case")
 
 
 class Compilers:
-    """Holds a process for each CPU."""
+    """Holds a process for each CPU, MOST at most."""
 
     def __init__(self) -> None:
-        self._pool = multiprocessing.get_context("fork").Pool(os.cpu_count())
+        self._pool = multiprocessing.get_context("fork").Pool(min(MOST, len(os.sched_getaffinity(0))))
 
     def compile(
         self, launch: Callable[[Case], object], cases: Iterable[Case], capability: tuple[int, int]

@@ -26,7 +26,9 @@ FINALISTS = 4
 SHARED_BYTES = (72 << 10, 108 << 10, 220 << 10)
 """What a program of few rows may take: three, two, or one of them then fit into a multiprocessor."""
 PROGRAMS = (1, 264, 528, 1056)
-AHEAD = (0, 512)
+AHEAD = {1: (0, 2048)}
+OTHERS_AHEAD = (0, 512)
+"""Columns that early programs ask for ahead, by rows."""
 NEVER = float("inf")
 
 
@@ -72,6 +74,27 @@ def _of_few(rows: int) -> Iterator[Form]:
                         yield Form(tile, outputs, columns, warps, stages, programs, tiles=tiles)
 
 
+def times_of(layer: str) -> int:
+    """Returns how often a step multiplies by a layer's weight."""
+    return 1 if layer == "head" else LAYERS
+
+
+def best_forms(results: Iterable[Result]) -> tuple[Form, ...]:
+    """Returns the form that is best for a step, early where there are such, of each number of rows; in ascending order
+    of what they take."""
+    step_us: dict[tuple[int, str], dict[Form, list[float]]] = {}
+    for at in results:
+        if at.form is not None:
+            of_form = step_us.setdefault((at.rows, at.by), {}).setdefault(at.form, [])
+            of_form.append(times_of(at.layer) * at.us)
+    best = []
+    for rows in sorted({rows for rows, _ in step_us}):
+        found = step_us.get((rows, EARLY)) or step_us[rows, TRITON]
+        most = max(len(us) for us in found.values())  # some were timed on one layer only
+        best.append(min((form for form in found if len(found[form]) == most), key=lambda form: sum(found[form])))
+    return tuple(sorted(dict.fromkeys(best), key=lambda form: form.rows))
+
+
 class Sweep:
     """Looks for forms on several layers, until `end_s` by `time.perf_counter`. results: of those timed well.
 
@@ -103,7 +126,7 @@ class Sweep:
         of_layers = [min(found, key=found.__getitem__) for found in rough]
         self._time_well(rows, TRITON, list(dict.fromkeys([*best, *of_layers])))
         if self._capability >= EARLY_CAPABILITY:
-            ahead = [form._replace(ahead=columns) for form in best for columns in AHEAD]
+            ahead = [form._replace(ahead=columns) for form in best for columns in AHEAD.get(rows, OTHERS_AHEAD)]
             self._time_well(rows, EARLY, self._compiled(ahead, early=True))
 
     def _compiled(self, forms: Sequence[Form], *, early: bool) -> Sequence[Form]:
@@ -159,7 +182,7 @@ class Sweep:
 
     def _of_step(self, found: Sequence[dict[Form, float]]) -> dict[Form, float]:
         """Returns the microseconds of a step's products by form: of all layers, and the head."""
-        times = [1 if weights.layer == "head" else LAYERS for weights in self._weights]
+        times = [times_of(weights.layer) for weights in self._weights]
         return {
             form: sum(count * of_layer[form] for count, of_layer in zip(times, found, strict=True)) for form in found[0]
         }

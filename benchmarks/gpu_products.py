@@ -14,6 +14,7 @@ before ends. Times are medians of five replays; a copy's speed counts what is re
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -144,6 +145,12 @@ def table(results: Sequence[Result]) -> str:
         cells = (f"{found[by].us:.1f} | {found[by].share:.0%}" if by in found else "– | –" for by in names)
         lines.append(f"| {layer} | {rows} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def read(file: Path) -> list[Result]:
+    """Returns the results that a run has kept."""
+    results = json.loads(file.read_text())["results"]
+    return [Result(**{**at, "form": at["form"] and Form(*at["form"])}) for at in results]
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
 """Times decode steps of a model of Llama 3 8B's shape on a GPU, in a CUDA graph, with other products and launches.
 
-    python -m benchmarks.gpu_variants [--cases 1x1024,32x4096] [--profile] [--json FILE]
+    python -m benchmarks.gpu_variants [--cases 1x1024,32x4096] [--forms FILE] [--profile] [--json FILE]
 
 Products are torch's (cuBLAS), or for few rows those of `ops/triton_linear.py`, whatever its limits say; kernels begin
 as usual, or "early", while the one before ends (`ops/triton_early.py`). All variants have the same weights. Each one's
 logits are compared with those of cuBLAS; an early begin must not change a bit.
 
---profile tells what each kernel takes, and how long none runs.
+--forms takes the best forms of a sweep, as `gpu_products --sweep --json FILE` has found them. --profile tells what each
+kernel takes, and how long none runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import torch
 from benchmarks.gpu_decode import BLOCK_SIZE, Sizes, decode_batch, random_weights
+from benchmarks.gpu_forms import best_forms
+from benchmarks.gpu_products import read
 from benchmarks.on_gpu import Ceilings, heading, keep, measure_ceilings, median_ms, need_gpu
 from torch import Tensor
 
@@ -30,11 +33,13 @@ from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layout import FrameShape, block_major
 from pagemill.models.decoder import Decoder
 from pagemill.ops.torch_ops import TorchLinear
-from pagemill.ops.triton_linear import TritonLinear, forms_of
+from pagemill.ops.triton_linear import Form, TritonLinear, forms_of
 from pagemill.ops.triton_ops import TritonOps
 
 CASES = ((1, 1024), (8, 1024), (32, 4096), (64, 1024))
 PROFILED_STEPS = 3
+AHEAD = 1024
+"""Columns of each of its outputs that an early program asks for."""
 
 Step = Callable[[], Tensor]
 
@@ -42,13 +47,12 @@ Step = Callable[[], Tensor]
 class FewRows(TritonOps):
     """Takes to Triton as many rows as there is a form for."""
 
-    def __init__(self, capability: tuple[int, int], early: bool = False) -> None:
+    def __init__(self, capability: tuple[int, int], forms: tuple[Form, ...], early: bool = False) -> None:
         super().__init__(capability, early)
-        self.capability, self.early = capability, early
+        self.forms, self.early = forms, early
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> TorchLinear:
-        forms = forms_of(self.capability)
-        return TritonLinear(weight, bias, forms, forms[-1].rows, self.early)
+        return TritonLinear(weight, bias, self.forms, self.forms[-1].rows, self.early)
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,16 @@ class Result:
     same: bool
 
 
-def variants_of(backend: Backend, capability: tuple[int, int]) -> dict[str, Backend]:
+def variants_of(backend: Backend, capability: tuple[int, int], forms: tuple[Form, ...]) -> dict[str, Backend]:
+    asking = tuple(form._replace(ahead=AHEAD) for form in forms)
+    forms = tuple(form._replace(ahead=0) for form in forms)
     early = TritonAttention(capability, early=True)
     return {
         "cuBLAS": backend._replace(ops=TritonOps(capability)),
         "cuBLAS, others early": backend._replace(ops=TritonOps(capability, early=True), attention=early),
-        "Triton": backend._replace(ops=FewRows(capability)),
-        "Triton, early": backend._replace(ops=FewRows(capability, early=True), attention=early),
+        "Triton": backend._replace(ops=FewRows(capability, forms)),
+        "Triton, early": backend._replace(ops=FewRows(capability, forms, early=True), attention=early),
+        "Triton, early, asking ahead": backend._replace(ops=FewRows(capability, asking, early=True), attention=early),
     }
 
 
@@ -186,6 +193,7 @@ def table(results: Sequence[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", help="rows and contexts, as in 1x1024,32x4096")
+    parser.add_argument("--forms", type=Path, help="what a sweep has found")
     parser.add_argument("--profile", action="store_true", help="tell what each kernel takes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -203,7 +211,9 @@ def main() -> None:
         if options.profile:
             print(f"\n{profile(replay)}\n", flush=True)
 
-    variants = variants_of(select_backend("cuda"), capability)
+    forms = forms_of(capability) if options.forms is None else best_forms(read(options.forms))
+    print(f"forms: {forms}", flush=True)
+    variants = variants_of(select_backend("cuda"), capability, forms)
     results = list(run(Sizes(), cases, ceilings, median_ms, variants, dtype, captured, watch))
     print(f"\n{table(results)}")
     keep(options.json, ceilings, [asdict(at) for at in results])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from interpreter import CAPABILITY, DEVICE
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_forms import SWEPT_ROWS, Sweep, candidates
-from benchmarks.gpu_products import CUBLAS, TRITON, compare, draw_weights, table
+from benchmarks.gpu_forms import SWEPT_ROWS, Sweep, best_forms, candidates
+from benchmarks.gpu_products import CUBLAS, EARLY, TRITON, compare, draw_weights, read, table
+from benchmarks.on_gpu import Ceilings, keep
 
 from benchmarks import gpu_products
 from pagemill.ops.triton_linear import Form
@@ -76,6 +78,25 @@ def test_a_sweep_finds_the_fastest(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert [line[2] for line in lines] == [f"Triton {fast}", f"Triton {alike}", "cuBLAS ", f"Triton {slow}"][:3]
     assert lines[0][1] == f"4 rows: {(32 * 2 + 2) / 1e3:.3f} ms"
     assert {at.by for at in sweep.results} == {CUBLAS, TRITON}
+
+
+def test_what_was_best_for_a_step_is_read_back(tmp_path: Path) -> None:
+    one, few, other = Form(1, 4, 64, 4, 1, 1), Form(16, 16, 32, 1, 2, 1), Form(16, 32, 32, 1, 2, 4, tiles=True)
+
+    def results_of(rows: int, by: str, form: Form | None, *us: float) -> list:
+        return [weights.result(rows, by, each, form) for weights, each in zip(drawn, us, strict=False)]
+
+    drawn = weights_of()
+    results = [
+        *results_of(4, TRITON, few, 1.0, 9.0), *results_of(4, TRITON, other, 3.0, 1.0),
+        *results_of(4, TRITON, one, 0.1),
+        *results_of(1, CUBLAS, None, 0.1, 0.1), *results_of(1, TRITON, few, 1.0, 1.0),
+        *results_of(1, EARLY, one, 2.0, 2.0),
+    ]  # fmt: skip
+    file = tmp_path / "sweep.json"
+    keep(file, Ceilings(1e9, 1e9), [asdict(at) for at in results])
+    assert read(file) == results
+    assert best_forms(read(file)) == (one, few), "layers count 32 times, and a form without all layers not at all"
 
 
 def test_a_sweep_ends_in_time(capsys: pytest.CaptureFixture) -> None:

@@ -35,7 +35,8 @@ def test_variants_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch_backend(torch.device(DEVICE))._replace(
         ops=TritonOps(CAPABILITY), attention=TritonAttention(CAPABILITY), decoder=GpuDecoder
     )
-    few, larger = (plain._replace(ops=ops(CAPABILITY)) for ops in (gpu_variants.FewRows, Larger))
+    forms = triton_linear.FORMS[8]
+    few, larger = (plain._replace(ops=ops(CAPABILITY, forms)) for ops in (gpu_variants.FewRows, Larger))
     seen = []
 
     def ms_of(replay) -> float:
@@ -68,5 +69,6 @@ def test_what_runs_at_once_counts_once() -> None:
 
 
 def test_early_variants_come_behind_those_whose_bits_they_must_have() -> None:
-    names = [*gpu_variants.variants_of(torch_backend(torch.device(DEVICE)), (9, 0))]
-    assert [name.endswith("early") for name in names] == [False, True, False, True]
+    variants = gpu_variants.variants_of(torch_backend(torch.device(DEVICE)), (9, 0), triton_linear.FORMS[9])
+    assert ["early" in name for name in variants] == [False, True, False, True, True]
+    assert [form.ahead for form in variants["Triton, early, asking ahead"].ops.forms] == [gpu_variants.AHEAD] * 3
