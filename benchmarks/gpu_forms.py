@@ -122,7 +122,8 @@ class Sweep:
         forms = self._compiled(tried or candidates(rows), early=False)
         rough = [dict(self._roughly(weights, rows, forms)) for weights in self._weights]
         step = self._of_step(rough)
-        best = sorted(step, key=step.__getitem__)[:FINALISTS]
+        first_of = {us: form for form, us in reversed(step.items())}  # those that cut all layers alike take as long
+        best = [first_of[us] for us in sorted(first_of)[:FINALISTS]]
         of_layers = [min(found, key=found.__getitem__) for found in rough]
         self._time_well(rows, TRITON, list(dict.fromkeys([*best, *of_layers])))
         if self._capability >= EARLY_CAPABILITY:

@@ -75,7 +75,7 @@ def test_a_sweep_finds_the_fastest(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     sweep.try_rows(4, [slow, fast, alike])
     assert seen[:4] == [slow, fast, slow, fast], "what cuts columns alike is timed once"
     lines = [line.split(", ", 2) for line in capsys.readouterr().out.splitlines() if line.startswith("*")]
-    assert [line[2] for line in lines] == [f"Triton {fast}", f"Triton {alike}", "cuBLAS ", f"Triton {slow}"][:3]
+    assert [line[2] for line in lines] == [f"Triton {fast}", "cuBLAS ", f"Triton {slow}"]
     assert lines[0][1] == f"4 rows: {(32 * 2 + 2) / 1e3:.3f} ms"
     assert {at.by for at in sweep.results} == {CUBLAS, TRITON}
 
