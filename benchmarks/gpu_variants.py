@@ -93,7 +93,11 @@ def captured(step: Step) -> tuple[Callable[[], object], Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = step()
-    return graph.replay, logits
+
+    def replay(inputs: Step = step) -> None:  # a graph reads its inputs where they lay: they must stay
+        graph.replay()
+
+    return replay, logits
 
 
 def uncaptured(step: Step) -> tuple[Callable[[], object], Tensor]:
