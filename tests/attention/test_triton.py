@@ -3,10 +3,6 @@ the device, and code that fits every GPU they are meant for."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +20,7 @@ from pagemill.attention import triton_backend
 from pagemill.attention.interface import GroupBatch
 from pagemill.attention.triton_backend import CHUNK, TritonAttention, most_chunks, rows_at_once
 from pagemill.kvcache.layout import block_major
+from pagemill.triton_launch import Grid, Launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -108,17 +105,6 @@ def test_chunks_grow_with_the_context(backend: Elsewhere, monkeypatch: pytest.Mo
         torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-class Watched:
-    """Notes the grids that a kernel is launched over."""
-
-    def __init__(self, kernel: object) -> None:
-        self.kernel, self.grids = kernel, []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> object:
-        self.grids.append(grid)
-        return self.kernel[grid]
-
-
 def test_rows_share_a_small_scratch_in_turn_and_keep_their_bits(
     backend: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,11 +115,17 @@ def test_rows_share_a_small_scratch_in_turn_and_keep_their_bits(
     starts = torch.arange(len(rows), dtype=torch.int32)
     options = {"window": 500, "key_start": starts, "key_end": batch.context_lens - starts, "return_lse": True}
     expected = backend.attend(query, case.cache, batch, 0, scale=0.125, **options)
-    watched = Watched(triton_backend.merge_chunks)
-    monkeypatch.setattr(triton_backend, "merge_chunks", watched)
+    grids, start = [], Launcher.__call__
+
+    def watched(self: Launcher, grid: Grid, *arguments: object) -> None:
+        if self.kernel is triton_backend.merge_chunks:
+            grids.append(grid)
+        start(self, grid, *arguments)
+
+    monkeypatch.setattr(Launcher, "__call__", watched)
     monkeypatch.setattr(triton_backend, "SCRATCH_BYTES", 1)
     results = backend.attend(query, case.cache, batch, 0, scale=0.125, **options)
-    assert watched.grids == [(16, 6), (16, 6), (8, 6)], "4, 4 and 2 rows of at most 4 queries"
+    assert grids == [(16, 6, 1), (16, 6, 1), (8, 6, 1)], "4, 4 and 2 rows of at most 4 queries"
     for result, one in zip(results, expected, strict=True):
         assert torch.equal(result, one)
 
@@ -144,29 +136,6 @@ def test_the_scratch_is_bounded() -> None:
     assert rows_at_once(600, 3_000_000) == 88
     assert rows_at_once(3, 1 << 40) == 3
     assert rows_at_once(6, 1 << 40) == 4
-
-
-def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, started = [], []
-
-    @contextlib.contextmanager
-    def device_of(tensor: torch.Tensor) -> Iterator[None]:
-        current.append(tensor.device.type)
-        yield
-        current.pop()
-
-    def start(name: str, *_: object, **settings: object) -> None:
-        started.append((name, *current))
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("write_tokens", "attend", "merge_chunks"):
-        monkeypatch.setattr(triton_backend, name, defaultdict(lambda name=name: functools.partial(start, name)))
-    attention, case = TritonAttention(CAPABILITY), PagedCase([(600, 1), (77, 33)], layout=block_major)
-    case.write_all(attention)
-    query, batch = case.whole()
-    attention.attend(query, case.cache, batch, 0, scale=0.125)
-    kernels = ["write_tokens", "write_tokens", "attend", "attend", "merge_chunks"]
-    assert started == [(kernel, "cpu") for kernel in kernels]
 
 
 def test_names_tell_gpus_and_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:

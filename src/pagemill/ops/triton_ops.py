@@ -7,6 +7,7 @@ Nothing here waits for the device, and results have the sizes of inputs: a CUDA 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from pagemill.ops.quantized import check_contiguous
 from pagemill.ops.torch_ops import TorchOps
 from pagemill.ops.triton_kernels import gate, normalize, turn_heads
 from pagemill.ops.triton_low_rank import TritonLowRank
+from pagemill.triton_launch import Launcher, launcher
 
 KERNEL_VERSION = 1
 """Raised whenever the kernels' arithmetic changes: stored K/V of other bits must not be found."""
@@ -89,11 +91,13 @@ class TritonOps(TorchOps):
             raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, 2 n] with contiguous rows")
         y = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
         if y.numel():
-            with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-                gate[(tokens, triton.cdiv(size, TILE))](
-                    x, y, size, x.stride(0), GELU=activation == "gelu_tanh", BLOCK=TILE, enable_fp_fusion=False
-                )
+            _gating(activation == "gelu_tanh")((tokens, -(-size // TILE), 1), x, y, size, x.stride(0))
         return y
+
+
+@lru_cache
+def _gating(gelu: bool) -> Launcher:
+    return launcher(gate, GELU=gelu, BLOCK=TILE, enable_fp_fusion=False)
 
 
 def _normalize(x: Tensor, added: Tensor | None, added_weight: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -108,14 +112,20 @@ def _normalize(x: Tensor, added: Tensor | None, added_weight: Tensor | None, wei
     if not y.numel():
         return y
     inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    columns = triton.next_power_of_2(size)
-    at_once, rows = max(1, TILE // columns), y.numel() // size
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-        normalize[(triton.cdiv(rows, at_once),)](
-            x, added, added_weight, weight, y, rows, inner, x.stride(0), inner_stride, eps,
-            SIZE=size, COLUMNS=columns, ROWS=at_once, num_warps=_warps(columns), enable_fp_fusion=False,
-        )  # fmt: skip
+    at_once, norming = _norming(size)
+    rows = y.numel() // size
+    norming((-(-rows // at_once), 1, 1), x, added, added_weight, weight, y, rows, inner, x.stride(0), inner_stride, eps)
     return y
+
+
+@lru_cache
+def _norming(size: int) -> tuple[int, Launcher]:
+    """Returns how many rows of `size` elements a program norms, and what starts the kernel."""
+    columns = triton.next_power_of_2(size)
+    at_once = max(1, TILE // columns)
+    return at_once, launcher(
+        normalize, SIZE=size, COLUMNS=columns, ROWS=at_once, num_warps=_warps(columns), enable_fp_fusion=False
+    )
 
 
 def _warps(columns: int) -> int:
@@ -135,11 +145,17 @@ def _turn(
         raise ValueError(f"x is {tuple(x.shape)}; its contiguous last dimension must hold the {2 * half} that rotate")
     if not x.numel() or not half:
         return
+    at_once, turning = _turning(head_dim, half)
+    grid = (tokens, -(-heads // at_once), 1)
+    turning(grid, x, q_norm, k_norm, cos, sin, heads, num_queries, *x.stride()[:2], eps)
+
+
+@lru_cache
+def _turning(head_dim: int, half: int) -> tuple[int, Launcher]:
+    """Returns how many heads with `half` pairs of dimensions a program turns, and what starts the kernel."""
     pairs, rest = triton.next_power_of_2(half), head_dim - 2 * half
     at_once = max(1, TILE // (2 * pairs))
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-        turn_heads[(tokens, triton.cdiv(heads, at_once))](
-            x, q_norm, k_norm, cos, sin, heads, num_queries, x.stride(0), x.stride(1), eps,
-            HEAD_DIM=head_dim, HALF=half, PAIRS=pairs, REST=triton.next_power_of_2(rest) if rest else 0,
-            HEADS=at_once, enable_fp_fusion=False,
-        )  # fmt: skip
+    return at_once, launcher(
+        turn_heads, HEAD_DIM=head_dim, HALF=half, PAIRS=pairs, REST=triton.next_power_of_2(rest) if rest else 0,
+        HEADS=at_once, enable_fp_fusion=False,
+    )  # fmt: skip
