@@ -228,7 +228,8 @@ def main() -> None:
     else:
         device, capability, sizes, on, wait = torch.device("cpu"), (9, 0), ELSEWHERE, "no GPU", lambda: None
         dtype = torch.bfloat16
-        torch.set_num_threads(1)  # products are the CPU's, and small
+        torch.set_num_threads(1)  # products are the CPU's, and small,
+        torch.set_flush_denormal(True)  # of whatever lay in the memory that no kernel fills
         start_nothing()
     results = run(sizes, gpu_operators(device, capability), dtype, lambda call: host_us(call, wait, seconds))
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
