@@ -4,7 +4,7 @@ Triton does.
     python -m benchmarks.gpu_launches [--quick] [--json FILE]
 
 Sizes are those of Llama 3 8B in bf16, but for the vocabulary; a step runs the model's layers, without logits. A time is
-the host's from a call to its return, with nothing under way on the GPU before it: medians over 200 ms. Whole steps run
+the host's from a call to its return, the GPU's queue being all but empty: medians over 200 ms. Whole steps run
 with one layer and with two, from which one of 32 is told.
 
 Where there is no GPU, kernels are compiled for capability 9.0 and start nothing, layers are narrow, and tensors are the
@@ -179,10 +179,10 @@ def host_us(call: Call, wait: Call, seconds: float = RUNS_S) -> float:
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         wait()
-        begin = time.perf_counter()
         for _ in range(AT_ONCE):
+            begin = time.perf_counter()
             call()
-        times.append((time.perf_counter() - begin) / AT_ONCE)
+            times.append(time.perf_counter() - begin)
     wait()
     return 1e6 * statistics.median(times)
 
@@ -227,9 +227,8 @@ def main() -> None:
         dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16
     else:
         device, capability, sizes, on, wait = torch.device("cpu"), (9, 0), ELSEWHERE, "no GPU", lambda: None
-        dtype = torch.bfloat16
-        torch.set_num_threads(1)  # products are the CPU's, and small,
-        torch.set_flush_denormal(True)  # of whatever lay in the memory that no kernel fills
+        dtype = torch.float32  # bf16 products take the CPU most of a step
+        torch.set_num_threads(1)  # products are the CPU's, and small
         start_nothing()
     results = run(sizes, gpu_operators(device, capability), dtype, lambda call: host_us(call, wait, seconds))
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
