@@ -45,6 +45,7 @@ BENCHMARKS = {
     "weights": ["benchmarks.gpu_weights", "--quick"],
     "operators": ["benchmarks.gpu_ops", "--quick"],
     "sampling": ["benchmarks.gpu_sampling", "--quick"],
+    "launches": ["benchmarks.gpu_launches", "--quick"],
     **{
         f"attention over {format}": ["benchmarks.gpu_attention", "--quick", "--caches", format]
         for format in FORMATS

@@ -45,13 +45,15 @@ Step = Callable[[], Tensor]
 
 
 class FewRows(TritonOps):
-    """Takes to Triton as many rows as there is a form for."""
+    """Takes to Triton as many rows as there is a form for; none without forms."""
 
     def __init__(self, capability: tuple[int, int], forms: tuple[Form, ...], early: bool = False) -> None:
         super().__init__(capability, early)
         self.forms, self.early = forms, early
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> TorchLinear:
+        if not self.forms:
+            return TorchLinear(weight, bias)
         return TritonLinear(weight, bias, self.forms, self.forms[-1].rows, self.early)
 
 
@@ -72,11 +74,11 @@ class Result:
 def variants_of(backend: Backend, capability: tuple[int, int], forms: tuple[Form, ...]) -> dict[str, Backend]:
     asking = tuple(form._replace(ahead=AHEAD) for form in forms)
     forms = tuple(form._replace(ahead=0) for form in forms)
-    early = TritonAttention(capability, early=True)
+    usual, early = TritonAttention(capability), TritonAttention(capability, early=True)
     return {
-        "cuBLAS": backend._replace(ops=TritonOps(capability)),
-        "cuBLAS, others early": backend._replace(ops=TritonOps(capability, early=True), attention=early),
-        "Triton": backend._replace(ops=FewRows(capability, forms)),
+        "cuBLAS": backend._replace(ops=FewRows(capability, ()), attention=usual),
+        "cuBLAS, others early": backend._replace(ops=FewRows(capability, (), early=True), attention=early),
+        "Triton": backend._replace(ops=FewRows(capability, forms), attention=usual),
         "Triton, early": backend._replace(ops=FewRows(capability, forms, early=True), attention=early),
         "Triton, early, asking ahead": backend._replace(ops=FewRows(capability, asking, early=True), attention=early),
     }

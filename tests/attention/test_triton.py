@@ -3,10 +3,6 @@ the device, and code that fits every GPU they are meant for."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +18,9 @@ from gpu_compiler import compiled_by
 from interpreter import CAPABILITY, DEVICE, multiply_rows_alike
 from pagemill.attention import triton_backend
 from pagemill.attention.interface import GroupBatch
-from pagemill.attention.triton_backend import CHUNK, TritonAttention, most_chunks, rows_at_once
+from pagemill.attention.triton_backend import TritonAttention, most_chunks, rows_at_once, shortest_chunk
 from pagemill.kvcache.layout import block_major
+from pagemill.triton_launch import Grid, Launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +28,12 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply_rows_alike(monkeypatch)
+
+
+@pytest.fixture
+def equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a row cut as much among few rows as among many."""
+    monkeypatch.setattr(triton_backend, "shortest_chunk", lambda rows: 256)
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def attend(
     return list(output.split([end - begin for _, begin, end in parts]))
 
 
-@pytest.mark.usefixtures("equal_rows")
+@pytest.mark.usefixtures("equal_rows", "equal_chunks")
 @pytest.mark.parametrize(
     ("dtype", "query_dtype", "options"),
     [
@@ -79,10 +82,24 @@ def test_long_rows_keep_their_bits_in_any_chunks_of_prefill(backend: Elsewhere) 
         assert torch.equal(attend(backend, case, [(0, begin, end)])[0], whole[begin:end])
 
 
+def test_chunks_are_as_short_as_rows_are_few() -> None:
+    assert [shortest_chunk(rows) for rows in (1, 2, 3, 4, 7, 8, 9, 300)] == [128, 256, 512, 512, 1024, 1024, 1024, 1024]
+
+
+@pytest.mark.usefixtures("equal_rows")
+def test_a_row_keeps_its_bits_among_as_many_rows_up_to_a_power_of_two(backend: Elsewhere) -> None:
+    case = PagedCase([(600, 1), (300, 3), (900, 2), (5, 1)], layout=block_major, seed=35)
+    case.write_all(backend)
+    parts = [(0, 0, 1), (1, 0, 3), (2, 0, 2), (3, 0, 1)]
+    together = attend(backend, case, parts)
+    for one, expected in zip(attend(backend, case, parts[:3]), together[:3], strict=True):
+        assert torch.equal(one, expected)
+
+
 def test_there_are_as_many_chunks_as_the_kernel_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert most_chunks(100_000, 1024) == 1024 // CHUNK + 2
-    assert most_chunks(CHUNK, None) == 1
-    for name, value in (("CHUNK", 4), ("LONGEST_CHUNK", 16), ("CHUNKS", 3)):
+    assert most_chunks(100_000, 1024, 512) == 1024 // 512 + 2
+    assert most_chunks(512, None, 512) == 1
+    for name, value in (("LONGEST_CHUNK", 16), ("CHUNKS", 3)):
         monkeypatch.setattr(triton_backend, name, value)
     for window in (None, *range(1, 100)):
         most = 0
@@ -94,7 +111,7 @@ def test_there_are_as_many_chunks_as_the_kernel_cuts(monkeypatch: pytest.MonkeyP
             for queries in range(1, min(4, context) + 1):
                 first = 0 if window is None else max(0, context - queries - window + 1)
                 most = max(most, (context - 1) // chunk - first // chunk + 1)
-            assert most <= most_chunks(context, window) <= most + 2, (context, window)
+            assert most <= most_chunks(context, window, 4) <= most + 2, (context, window)
 
 
 def test_chunks_grow_with_the_context(backend: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,17 +125,6 @@ def test_chunks_grow_with_the_context(backend: Elsewhere, monkeypatch: pytest.Mo
         torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-class Watched:
-    """Notes the grids that a kernel is launched over."""
-
-    def __init__(self, kernel: object) -> None:
-        self.kernel, self.grids = kernel, []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> object:
-        self.grids.append(grid)
-        return self.kernel[grid]
-
-
 def test_rows_share_a_small_scratch_in_turn_and_keep_their_bits(
     backend: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,11 +135,17 @@ def test_rows_share_a_small_scratch_in_turn_and_keep_their_bits(
     starts = torch.arange(len(rows), dtype=torch.int32)
     options = {"window": 500, "key_start": starts, "key_end": batch.context_lens - starts, "return_lse": True}
     expected = backend.attend(query, case.cache, batch, 0, scale=0.125, **options)
-    watched = Watched(triton_backend.merge_chunks)
-    monkeypatch.setattr(triton_backend, "merge_chunks", watched)
+    grids, start = [], Launcher.__call__
+
+    def watched(self: Launcher, grid: Grid, *arguments: object) -> None:
+        if self.kernel is triton_backend.merge_chunks:
+            grids.append(grid)
+        start(self, grid, *arguments)
+
+    monkeypatch.setattr(Launcher, "__call__", watched)
     monkeypatch.setattr(triton_backend, "SCRATCH_BYTES", 1)
     results = backend.attend(query, case.cache, batch, 0, scale=0.125, **options)
-    assert watched.grids == [(16, 6), (16, 6), (8, 6)], "4, 4 and 2 rows of at most 4 queries"
+    assert grids == [(16, 6, 1), (16, 6, 1), (8, 6, 1)], "4, 4 and 2 rows of at most 4 queries"
     for result, one in zip(results, expected, strict=True):
         assert torch.equal(result, one)
 
@@ -144,29 +156,6 @@ def test_the_scratch_is_bounded() -> None:
     assert rows_at_once(600, 3_000_000) == 88
     assert rows_at_once(3, 1 << 40) == 3
     assert rows_at_once(6, 1 << 40) == 4
-
-
-def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, started = [], []
-
-    @contextlib.contextmanager
-    def device_of(tensor: torch.Tensor) -> Iterator[None]:
-        current.append(tensor.device.type)
-        yield
-        current.pop()
-
-    def start(name: str, *_: object, **settings: object) -> None:
-        started.append((name, *current))
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("write_tokens", "attend", "merge_chunks"):
-        monkeypatch.setattr(triton_backend, name, defaultdict(lambda name=name: functools.partial(start, name)))
-    attention, case = TritonAttention(CAPABILITY), PagedCase([(600, 1), (77, 33)], layout=block_major)
-    case.write_all(attention)
-    query, batch = case.whole()
-    attention.attend(query, case.cache, batch, 0, scale=0.125)
-    kernels = ["write_tokens", "write_tokens", "attend", "attend", "merge_chunks"]
-    assert started == [(kernel, "cpu") for kernel in kernels]
 
 
 def test_names_tell_gpus_and_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:

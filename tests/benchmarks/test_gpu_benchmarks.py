@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from benchmarks.on_gpu import Ceilings
 from benchmarks.random_engine import time_engine
 
-from benchmarks import gpu_busy, gpu_decode, gpu_ops, gpu_sampling, random_engine
+from benchmarks import gpu_busy, gpu_decode, gpu_launches, gpu_ops, gpu_sampling, random_engine
 from pagemill.attention.triton_backend import TritonAttention
 from pagemill.executor.backend import torch_backend
 from pagemill.executor.device import CudaDevice
@@ -61,6 +61,18 @@ def test_sampling() -> None:
     assert clock.results[10].tolist() == clock.results[11].tolist(), "the argmax"
     assert results[0].share == pytest.approx(90 * 4 / 1e9 / 2e-3)
     assert "| both | 2 | 2000.0 |" in gpu_sampling.table(results)
+
+
+def test_launches() -> None:
+    sizes = gpu_decode.Sizes(96, 64, 4, 2, 16, 48, layers=2, itemsize=4)
+    backend = gpu_launches.gpu_operators(torch.device(DEVICE), CAPABILITY)
+    results = gpu_launches.run(sizes, backend, torch.float32, Clock())
+    launches = {at.name: at.launches for at in results}
+    assert launches["rms_norm"] == 1
+    assert launches["attend, mixed"] == 3, "long rows, chunks, and merging"
+    assert launches["two layers, one row"] == 1 + 2 * 7, "norms, rotation, activation, writing, attending, merging"
+    assert "| so 32 layers, mixed | 257 | 2 | 2 |" in gpu_launches.table(results)
+    assert gpu_launches.host_us(lambda: time.sleep(0.001), lambda: None, seconds=0.01) > 1000
 
 
 def test_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:

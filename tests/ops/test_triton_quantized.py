@@ -199,16 +199,6 @@ def test_columns_are_cut_into_parts_until_the_gpu_is_full() -> None:
         assert [form.rows for form in forms] == [*sorted(form.rows for form in forms[:-1]), None]
 
 
-def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    real = torch.cuda.device_of
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor.device.type) or real(tensor))
-    linear = layer(pack_affine(affine("Q4_0", 4, 64)))
-    for rows in (0, 1, 2):
-        assert linear(torch.zeros(rows, 64, device=DEVICE)).shape == (rows, 4)
-    assert seen == [DEVICE] * 3
-
-
 def test_what_does_not_fit_is_refused() -> None:
     linear = layer(pack_affine(affine("Q4_0", 4, 64)))
     for x in (torch.zeros(2, 63), torch.zeros(64), torch.zeros(2, 64, dtype=torch.float64)):

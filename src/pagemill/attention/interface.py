@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-class LayerCache(NamedTuple):
+class _LayerTensors(NamedTuple):
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+
+class LayerCache(_LayerTensors):
     """Holds one layer's keys and values in the device pool, as views [frames, kv_heads, block_size, elements of a
     head]. Values may be narrower than keys, if they are the first numbers of these (`values_in_keys`). Where n lie side
     by side (see `KVLayout`), keys are [frames, kv_heads, block_size, elements / n, n] and values
@@ -21,33 +29,46 @@ class LayerCache(NamedTuple):
     int8 elements are multiples of their token's scale, fp32 [frames, kv_heads, block_size]. uint8 elements are two
     numbers of 4 bits, whose scales and lows are int32 [frames, kv_heads, groups x block_size]. Neighbouring tokens'
     scales lie side by side; see `attention/quantize.py`. Other dtypes, those of 8-bit floating point too, have none.
+
+    What follows from the tensors is found once: each step asks for it.
     """
 
-    key: Tensor
-    value: Tensor
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-
-    @property
+    @cached_property
     def beside(self) -> int:
         """Elements that lie side by side."""
         return self.key.shape[-1] if self.key.dim() == 5 else 1
 
-    @property
+    @cached_property
     def block_shape(self) -> tuple[int, int, int]:
         """(kv_heads, block_size, head_dim), the last of keys."""
         packed = 2 if self.key.dtype == torch.uint8 else 1
         return self.key.shape[1], self.key.shape[2], math.prod(self.key.shape[3:]) * packed
 
-    @property
+    @cached_property
     def value_dim(self) -> int:
         """Numbers of a value."""
         return self.value.shape[-1] * (2 if self.value.dtype == torch.uint8 else 1)
 
-    @property
+    @cached_property
     def values_in_keys(self) -> bool:
         """True if a value is the first numbers of its key, stored once."""
         return self.value.data_ptr() == self.key.data_ptr()
+
+    @cached_property
+    def elements(self) -> tuple[Tensor, Tensor]:
+        """Keys and values; floating point of 8 bits as bytes."""
+        key, value = (each.view(torch.uint8) if each.dtype in _FLOAT8 else each for each in (self.key, self.value))
+        return key, value
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of keys, of values, and of both's scales the first two, or 0."""
+        scales = (0, 0) if self.key_scale is None else self.key_scale.stride()[:2]
+        value_scales = (0, 0) if self.value_scale is None else self.value_scale.stride()[:2]
+        return (*self.key.stride(), *self.value.stride(), *scales, *value_scales)
+
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def candidates(needs: AttentionNeeds, device: torch.device) -> list[Candidate]:
             return TorchAttention()
         from pagemill.attention.triton_backend import TritonAttention  # imports triton
 
-        return TritonAttention(capability)
+        return TritonAttention(capability, early=True)
 
     def with_rest(library: AttentionLibrary[Any]) -> AttentionBackend:
         return LibraryAttention(library, rest())

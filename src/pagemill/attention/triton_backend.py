@@ -6,7 +6,7 @@ its maxima, which lie on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +24,19 @@ from pagemill.attention.triton_latent_kernels import attend_latents
 from pagemill.attention.triton_walks import most_chunks_of
 from pagemill.attention.triton_write import rotate_queries, write_tokens
 from pagemill.ops.triton_early import EARLY_CAPABILITY, launch_options
+from pagemill.triton_launch import Grid, Launcher, launcher
 
 KERNEL_VERSION = 3
 """Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
 SHORT_TILE, SHORT_QUERIES = 16, 4
 """Rows of at most SHORT_QUERIES tokens, whose heads of one KV head fit into SHORT_TILE, are attended in chunks.
 Matrix products take no fewer than 16 queries."""
-CHUNK, LONGEST_CHUNK, CHUNKS = 512, 2048, 64
-"""Keys of a chunk: CHUNK, doubled until CHUNKS of them hold a row's context, up to LONGEST_CHUNK. Small chunks fill the
+SHORTEST_CHUNK, SHORT_CHUNKS_OF_ROWS, LONGEST_CHUNK, CHUNKS = 128, 8, 2048, 64
+"""Keys of a chunk: SHORTEST_CHUNK for one row, twice as many for two, four times for four, and so on for up to
+SHORT_CHUNKS_OF_ROWS; then doubled until CHUNKS of them hold a row's context, up to LONGEST_CHUNK. Small chunks fill the
 GPU when rows are few. They cost time where rows are many: each has to begin, and leaves a result in fp32."""
+LEAST_HOPPER_DIMS = 64
+"""Triton 3.6 and 3.7 compute wrong products on Hopper where tiles in shared memory have rows of 64 bytes."""
 VECTORS = 8
 """Keys, and as many values, that are written at a time; and queries that are rotated."""
 BLOCK_CHUNKS = 16
@@ -93,10 +97,15 @@ def short_tile(head_dim: int, matrix_units: bool, widened: bool, packed: bool, r
     return Tile(SHORT_TILE, 64 if head_dim <= 128 else 32, warps, 3 if widened else 2)
 
 
-def most_chunks(max_context: int, window: int | None) -> int:
+def shortest_chunk(rows: int) -> int:
+    """Returns how many keys a chunk has at least, in a batch of so many rows."""
+    return SHORTEST_CHUNK * min(SHORT_CHUNKS_OF_ROWS, int(triton.next_power_of_2(rows)))
+
+
+def most_chunks(max_context: int, window: int | None, shortest: int) -> int:
     """Returns how many chunks a row may have at most, as the kernel cuts contexts of up to `max_context` keys."""
     span = max_context if window is None else min(max_context, window)
-    count = most_chunks_of(span, CHUNK, LONGEST_CHUNK, CHUNKS)
+    count = most_chunks_of(span, shortest, LONGEST_CHUNK, CHUNKS)
     return count if span == max_context else count + 2  # a window begins and ends within chunks
 
 
@@ -105,13 +114,33 @@ def rows_at_once(rows: int, row_bytes: int) -> int:
     return min(rows, max(1, SCRATCH_BYTES // (row_bytes * ROW_STEP)) * ROW_STEP)
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Says how queries of one shape are attended over caches of one shape.
+
+    Rows of at most `short` tokens are attended by `in_chunks`, and their chunks put together by `merge`; longer ones by
+    `whole`, in tiles of `tokens`. programs: those that share a tile's heads. dims, together: how many a query is padded
+    to, and how many are rotated together, where keys have 4 bits.
+    """
+
+    whole: Launcher
+    in_chunks: Launcher
+    merge: Launcher
+    short: int
+    tokens: int
+    programs: int
+    dims: int = 0
+    together: int = 1
+
+
 class TritonAttention:
     """Implements `AttentionBackend` for GPUs of compute capability 7.5 or higher, and for Triton's interpreter.
 
     capability: the GPU's. Below 8.0 Triton takes no matrix units, and tiles are small. early: kernels of decode steps
     begin while the one before ends (see `ops/triton_early.py`).
 
-    A query's bits depend on its own row alone: on its query length, context and window, never on other rows.
+    A query's bits depend on its own row alone, on its query length, context and window, and on how many rows there are:
+    on the power of two from there on, up to SHORT_CHUNKS_OF_ROWS.
     """
 
     def __init__(self, capability: tuple[int, int], early: bool = False) -> None:
@@ -122,26 +151,28 @@ class TritonAttention:
         compiled = isinstance(attend, triton.JITFunction)  # the interpreter knows no assembler
         self._packed = compiled and capability >= (8, 0)
         self._options = launch_options(early and capability >= EARLY_CAPABILITY)
+        self._writers: dict[tuple[object, ...], Launcher] = {}
+        self._forms: dict[tuple[object, ...], _Form] = {}
 
     def write(
         self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
-        kv_heads, block_size, head_dim = _block_shape(cache)
+        _check_layout(cache)
         check_write(key, value, cache, slots, remainder_slots)
         tokens = slots.shape[0]
         if not tokens:
             return
-        with torch.cuda.device_of(slots):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            write_tokens[(triton.cdiv(tokens * kv_heads, VECTORS),)](
-                key, value, slots, remainder_slots,
-                _elements(cache.key), None if value is None else _elements(cache.value),
-                cache.key_scale, cache.value_scale, tokens,
-                key.stride(0), key.stride(1), *((0, 0) if value is None else (value.stride(0), value.stride(1))),
-                *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
-                KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim, cache), BLOCK_SIZE=block_size,
-                VECTORS=VECTORS, STAGES=_stages(head_dim), KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
-                enable_fp_fusion=False, **self._options,
-            )  # fmt: skip
+        shape = cache.block_shape, cache.key.dtype, cache.value.dtype
+        writer = self._writers.get(shape)
+        if writer is None:
+            writer = self._writers[shape] = _writer(cache, self._options)
+        key_cache, value_cache = cache.elements
+        writer(
+            (-(-tokens * cache.block_shape[0] // VECTORS), 1, 1),
+            key, value, slots, remainder_slots, key_cache, None if value is None else value_cache,
+            cache.key_scale, cache.value_scale, tokens,
+            *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2]), *cache.strides,
+        )  # fmt: skip
 
     def attend(
         self,
@@ -157,162 +188,207 @@ class TritonAttention:
         key_end: Tensor | None = None,
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        kv_heads, block_size, head_dim = _block_shape(cache)
+        _check_layout(cache)
         check_attend(query, cache, batch, group, key_start, key_end)
-        tokens, heads, _ = query.shape
         if scale <= 0:
             raise ValueError(f"scale is {scale}; it must be positive")
-        of_group, rows, size = batch.groups[group], batch.context_lens.shape[0], heads // kv_heads
-        tables, rest = of_group.tables, None if of_group.remainders is None else of_group.remainders.tables
+        tokens, heads, _ = query.shape
         output = torch.empty(tokens, heads, cache.value_dim, dtype=query.dtype, device=query.device)
         lse = torch.empty(tokens, heads, device=query.device) if return_lse else None
         if not tokens:
             return output, lse
-        dot = query.dtype if cache.key.dtype == query.dtype or cache.key.dtype.itemsize == 1 else torch.float32
+        of_group, rows = batch.groups[group], batch.context_lens.shape[0]
+        tables, rest = of_group.tables, None if of_group.remainders is None else of_group.remainders.tables
+        stored = cache.key.dtype, cache.value.dtype, cache.block_shape, cache.value_dim
+        shape = (query.dtype, heads, *stored, rest is None, cache.strides[:4] == cache.strides[4:8])
+        form = self._forms.get(shape)
         if cache.values_in_keys:
             if window is not None or soft_cap is not None:
                 raise ValueError("values that lie in keys are attended without a window and without a soft cap")
-            self._attend_latents(query, output, lse, cache, batch, group, dot, scale, key_start, key_end)
+            if form is None:
+                form = self._forms[shape] = _latent_form(query, cache, self._major, self._native_e4m3)
+            _attend_latents(form, query, output, lse, cache, batch, tables, scale, key_start, key_end)
             return output, lse
-        matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
-        scaled, rests = cache.key_scale is not None, rest is not None
-        packed = torch.uint8 in (cache.key.dtype, cache.value.dtype)
-        at_least = triton.next_power_of_2(size)
-        short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
-        few, chunks = min(short, batch.max_query_len), most_chunks(batch.max_context_len, window)
-        dims, together = _padded(head_dim, cache), 1
+        if form is None:
+            form = self._forms[shape] = self._form(query, cache, rest is not None)
         if cache.key.dtype == torch.uint8:
-            together = rotated_together(head_dim)
-            query, scale = self._rotated(query, dims), scale * together
+            query, scale = _rotated(query, form.dims), scale * form.together
+        few, shortest = min(form.short, batch.max_query_len), shortest_chunk(rows)
+        chunks, (key, value) = most_chunks(batch.max_context_len, window, shortest), cache.elements
 
-        def launch(grid: tuple[int, ...], tile: Tile, first: int = 0, *parts: Tensor | None, in_chunks: bool) -> None:
-            chunk_output, chunk_lse = parts or (None, None)
-            attend[grid](
-                query, output, lse, chunk_output, chunk_lse,
-                _elements(cache.key), _elements(cache.value), cache.key_scale, cache.value_scale,
+        def start(launch: Launcher, grid: Grid, first: int, chunk_output: Tensor | None, sums: Tensor | None) -> None:
+            launch(
+                grid,
+                query, output, lse, chunk_output, sums, key, value, cache.key_scale, cache.value_scale,
                 _from(first, tables), _from(first, rest), _from(first, batch.query_start),
                 _from(first, batch.context_lens), batch.positions, _from(first, key_start), _from(first, key_end),
                 rows, few, chunks, scale, soft_cap, window,
-                query.stride(0), query.stride(1), *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
-                tables.stride(0), 0 if rest is None else rest.stride(0), of_group.precise,
+                *query.stride()[:2], *cache.strides, tables.stride(0), 0 if rest is None else rest.stride(0),
+                of_group.precise, shortest,
+            )  # fmt: skip
+
+        _attend_rows(form, start, output, lse, batch, few, chunks)
+        return output, lse
+
+    def _form(self, query: Tensor, cache: LayerCache, rests: bool) -> _Form:
+        """Returns how such queries are attended over such a cache. rests: with remainders."""
+        (kv_heads, block_size, head_dim), heads, dot = cache.block_shape, query.shape[1], _dot(query, cache)
+        matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
+        packed, size = torch.uint8 in (cache.key.dtype, cache.value.dtype), heads // kv_heads
+        dims, at_least = _padded(head_dim, cache), triton.next_power_of_2(size)
+        if matrix_units and self._major == 9:
+            dims = max(dims, LEAST_HOPPER_DIMS)
+        short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
+        long = long_tile(
+            head_dim, matrix_units, self._major, widened, cache.key_scale is not None, packed, rests
+        )  # fmt: skip
+        together = rotated_together(head_dim) if cache.key.dtype == torch.uint8 else 1
+
+        def attending(tile: Tile, *, in_chunks: bool) -> Launcher:
+            return launcher(
+                attend,
                 GROUP=size, HEAD_DIM=head_dim, DIMS=dims, BLOCK_SIZE=block_size,
                 BLOCK_M=max(tile.queries, at_least), BLOCK_N=tile.keys, SHORT=short, IN_CHUNKS=in_chunks,
-                CHUNK=CHUNK, LONGEST_CHUNK=LONGEST_CHUNK, CHUNKS=CHUNKS,
+                LONGEST_CHUNK=LONGEST_CHUNK, CHUNKS=CHUNKS,
                 KEY_DOT=_TRITON[_in_halves(dot, cache.key)],
                 VALUE_DOT=_TRITON[dot if cache.value.dtype == torch.uint8 else _in_halves(dot, cache.value)],
                 KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
                 PACKED=self._packed, NATIVE=self._native_e4m3,
-                TOGETHER=together, ALIKE=cache.key.stride() == cache.value.stride(),
+                TOGETHER=together, ALIKE=cache.strides[:4] == cache.strides[4:8],
                 num_warps=tile.warps, num_stages=tile.stages, **self._options,
             )  # fmt: skip
 
-        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            if batch.max_query_len > short:
-                tile = long_tile(head_dim, matrix_units, self._major, widened, scaled, packed, rests)
-                launch((tokens // (max(tile.queries, at_least) // size) + rows, kv_heads), tile, in_chunks=False)
-            if rows > 1 or batch.max_query_len <= short:
-                tile = short_tile(head_dim, matrix_units, widened, packed, rests)
-
-                def some(first: int, count: int, *parts: Tensor | None) -> None:
-                    launch((count, kv_heads, chunks), tile, first, *parts, in_chunks=True)
-
-                _in_chunks(some, output, lse, batch, few, short, chunks, dims, self._options)
-        return output, lse
-
-    def _attend_latents(
-        self,
-        query: Tensor,
-        output: Tensor,
-        lse: Tensor | None,
-        cache: LayerCache,
-        batch: AttentionBatch,
-        group: int,
-        dot: torch.dtype,
-        scale: float,
-        key_start: Tensor | None,
-        key_end: Tensor | None,
-    ) -> None:
-        """Attends to keys that are values too. What is queried has one KV head."""
-        (_, block_size, head_dim), rank = cache.block_shape, cache.value_dim
-        tokens, heads, _ = query.shape
-        units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
-        tile, long = latent_tiles(heads, rank, self._major, matrix_units=units, widened=widened)
-        rows, tables, short = batch.context_lens.shape[0], batch.groups[group].tables, tile.short(heads)
-        few, chunks = min(short, batch.max_query_len), triton_latent.most_latent_chunks(batch.max_context_len)
-        key, programs = _elements(cache.key), tile.programs(heads, rank)
-
-        def launch(
-            grid: tuple[int, ...], tile: LatentTile, first: int = 0, *parts: Tensor | None, in_chunks: bool
-        ) -> None:
-            chunk_output, chunk_lse = parts or (None, None)
-            attend_latents[grid](
-                query, output, lse, chunk_output, chunk_lse, key,
-                _from(first, tables), _from(first, batch.query_start), _from(first, batch.context_lens),
-                batch.positions, _from(first, key_start), _from(first, key_end),
-                rows, few, chunks, scale, query.stride(0), query.stride(1), key.stride(0), key.stride(2),
-                key.stride(3), tables.stride(0),
-                HEADS=heads, GROUP=tile.heads(heads), RANK=rank, RANK_DIMS=padded(rank),
-                ROPE=head_dim - rank, ROPE_DIMS=padded(head_dim - rank), BLOCK_SIZE=block_size,
-                BLOCK_M=tile.queries, BLOCK_N=tile.keys, PIECE=tile.piece, VALUES=tile.values,
-                SHORT=short, IN_CHUNKS=in_chunks, CHUNK=triton_latent.CHUNK,
-                LONGEST_CHUNK=triton_latent.LONGEST_CHUNK, CHUNKS=triton_latent.CHUNKS,
-                DOT=_TRITON[dot], KEY_AS=_AS[cache.key.dtype], NATIVE=self._native_e4m3,
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-
-        def some(first: int, count: int, *parts: Tensor | None) -> None:
-            launch((count, programs, chunks), tile, first, *parts, in_chunks=True)
-
-        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            if batch.max_query_len > short:
-                launch((tokens // tile.tokens(heads) + rows, programs), long, in_chunks=False)
-            if rows > 1 or batch.max_query_len <= short:
-                _in_chunks(some, output, lse, batch, few, short, chunks, padded(rank), {})
-
-    def _rotated(self, query: Tensor, dims: int) -> Tensor:
-        """Returns queries rotated as 4-bit keys are: in fp16 if they have 16 bits. bf16 would round off more than there
-        is between the bits of a key and its remainder."""
-        tokens, heads, head_dim = query.shape
-        dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
-        output = torch.empty(query.shape, dtype=dtype, device=query.device)
-        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            rotate_queries[(triton.cdiv(tokens * heads, VECTORS),)](
-                query, output, tokens * heads, query.stride(0), query.stride(1),
-                HEADS=heads, HEAD_DIM=head_dim, DIMS=dims, VECTORS=VECTORS, STAGES=_stages(head_dim),
-            )  # fmt: skip
-        return output
+        return _Form(
+            whole=attending(long, in_chunks=False),
+            in_chunks=attending(short_tile(head_dim, matrix_units, widened, packed, rests), in_chunks=True),
+            merge=_merging(short, cache.value_dim, dims, self._options),
+            short=short,
+            tokens=max(long.queries, at_least) // size,
+            programs=kv_heads,
+            dims=dims,
+            together=together,
+        )
 
 
-def _in_chunks(
-    launch: Callable[..., None],
-    output: Tensor,
-    lse: Tensor | None,
-    batch: AttentionBatch,
-    few: int,
-    short: int,
-    chunks: int,
-    dims: int,
-    options: dict[str, bool],
+Start = Callable[[Launcher, Grid, int, "Tensor | None", "Tensor | None"], None]
+"""Starts a kernel over a grid, with its first row and where chunks' results and log-sum-exps go, if they go anywhere
+but to the output."""
+
+
+def _attend_rows(
+    form: _Form, start: Start, output: Tensor, lse: Tensor | None, batch: AttentionBatch, few: int, chunks: int
 ) -> None:
-    """Attends rows of at most `short` tokens in up to `chunks` chunks, and merges these.
-
-    launch: called with the first row, how many rows, and where chunks' results go; nowhere if none has two.
-    """
-    rows, (_, heads, value_dim) = batch.context_lens.shape[0], output.shape
+    """Attends all rows: the long ones as a whole, the others in up to `chunks` chunks, and merges these."""
+    rows, (tokens, heads, value_dim) = batch.context_lens.shape[0], output.shape
+    if batch.max_query_len > form.short:
+        start(form.whole, (tokens // form.tokens + rows, form.programs, 1), 0, None, None)
+        if rows == 1:
+            return
     if chunks == 1:
-        launch(0, rows)
+        start(form.in_chunks, (rows, form.programs, 1), 0, None, None)
         return
     at_once = rows_at_once(rows, few * heads * chunks * (value_dim + 1) * 4)
     chunk_output = torch.empty(at_once * few, heads, chunks, value_dim, device=output.device)
-    chunk_lse = torch.empty(at_once * few, heads, chunks, device=output.device)
+    sums = torch.empty(at_once * few, heads, chunks, device=output.device)
     for first in range(0, rows, at_once):
         count = min(at_once, rows - first)
-        launch(first, count, chunk_output, chunk_lse)
-        merge_chunks[(count * few, heads)](
-            chunk_output, chunk_lse, output, lse, _from(first, batch.query_start), few, chunks,
-            SHORT=short, HEAD_DIM=value_dim, DIMS=dims, BLOCK_CHUNKS=BLOCK_CHUNKS, num_warps=max(1, dims // 128),
-            **options,
+        start(form.in_chunks, (count, form.programs, chunks), first, chunk_output, sums)
+        query_start = _from(first, batch.query_start)
+        form.merge((count * few, heads, 1), chunk_output, sums, output, lse, query_start, few, chunks)
+
+
+def _attend_latents(
+    form: _Form,
+    query: Tensor,
+    output: Tensor,
+    lse: Tensor | None,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    tables: Tensor,
+    scale: float,
+    key_start: Tensor | None,
+    key_end: Tensor | None,
+) -> None:
+    """Attends to keys that are values too. What is queried has one KV head."""
+    rows, (key, _) = batch.context_lens.shape[0], cache.elements
+    few, chunks = min(form.short, batch.max_query_len), triton_latent.most_latent_chunks(batch.max_context_len)
+
+    def start(launch: Launcher, grid: Grid, first: int, chunk_output: Tensor | None, sums: Tensor | None) -> None:
+        launch(
+            grid,
+            query, output, lse, chunk_output, sums, key,
+            _from(first, tables), _from(first, batch.query_start), _from(first, batch.context_lens),
+            batch.positions, _from(first, key_start), _from(first, key_end),
+            rows, few, chunks, scale, *query.stride()[:2], key.stride(0), key.stride(2), key.stride(3),
+            tables.stride(0),
         )  # fmt: skip
+
+    _attend_rows(form, start, output, lse, batch, few, chunks)
+
+
+def _rotated(query: Tensor, dims: int) -> Tensor:
+    """Returns queries rotated as 4-bit keys are: in fp16 if they have 16 bits. bf16 would round off more than there is
+    between the bits of a key and its remainder."""
+    tokens, heads, head_dim = query.shape
+    dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+    output = torch.empty(query.shape, dtype=dtype, device=query.device)
+    constants = {"HEADS": heads, "HEAD_DIM": head_dim, "DIMS": dims, "VECTORS": VECTORS, "STAGES": _stages(head_dim)}
+    grid = (-(-tokens * heads // VECTORS), 1, 1)
+    launcher(rotate_queries, **constants)(grid, query, output, tokens * heads, *query.stride()[:2])
+    return output
+
+
+def _writer(cache: LayerCache, options: Mapping[str, bool]) -> Launcher:
+    """Returns what writes to such a cache."""
+    kv_heads, block_size, head_dim = cache.block_shape
+    return launcher(
+        write_tokens,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim, cache), BLOCK_SIZE=block_size,
+        VECTORS=VECTORS, STAGES=_stages(head_dim), KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
+        enable_fp_fusion=False, **options,
+    )  # fmt: skip
+
+
+def _latent_form(query: Tensor, cache: LayerCache, major: int, native_e4m3: bool) -> _Form:
+    """Returns how such queries are attended over keys that are values too. For the others see `_form`."""
+    (_, block_size, head_dim), rank, heads = cache.block_shape, cache.value_dim, query.shape[1]
+    dot = _dot(query, cache)
+    units, widened = major >= 8 and dot != torch.float32, cache.key.dtype != dot
+    tile, long = latent_tiles(heads, rank, major, matrix_units=units, widened=widened)
+    short = tile.short(heads)
+
+    def attending(tile: LatentTile, *, in_chunks: bool) -> Launcher:
+        return launcher(
+            attend_latents,
+            HEADS=heads, GROUP=tile.heads(heads), RANK=rank, RANK_DIMS=padded(rank),
+            ROPE=head_dim - rank, ROPE_DIMS=padded(head_dim - rank), BLOCK_SIZE=block_size,
+            BLOCK_M=tile.queries, BLOCK_N=tile.keys, PIECE=tile.piece, VALUES=tile.values,
+            SHORT=short, IN_CHUNKS=in_chunks, CHUNK=triton_latent.CHUNK,
+            LONGEST_CHUNK=triton_latent.LONGEST_CHUNK, CHUNKS=triton_latent.CHUNKS,
+            DOT=_TRITON[dot], KEY_AS=_AS[cache.key.dtype], NATIVE=native_e4m3,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    return _Form(
+        whole=attending(long, in_chunks=False),
+        in_chunks=attending(tile, in_chunks=True),
+        merge=_merging(short, rank, padded(rank), launch_options(False)),
+        short=short,
+        tokens=tile.tokens(heads),
+        programs=tile.programs(heads, rank),
+    )
+
+
+def _merging(short: int, value_dim: int, dims: int, options: Mapping[str, bool]) -> Launcher:
+    return launcher(
+        merge_chunks, SHORT=short, HEAD_DIM=value_dim, DIMS=dims, BLOCK_CHUNKS=BLOCK_CHUNKS,
+        num_warps=max(1, dims // 128), **options,
+    )  # fmt: skip
+
+
+def _dot(query: Tensor, cache: LayerCache) -> torch.dtype:
+    """Returns what products are computed in."""
+    return query.dtype if cache.key.dtype == query.dtype or cache.key.dtype.itemsize == 1 else torch.float32
 
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -344,20 +420,6 @@ def _stages(head_dim: int) -> int:
     return rotated_together(head_dim).bit_length() - 1
 
 
-def _elements(cached: Tensor) -> Tensor:
-    """Returns keys or values as kernels take them: floating point of 8 bits as bytes."""
-    return cached.view(torch.uint8) if _AS[cached.dtype] in ("e4m3", "e5m2") else cached
-
-
-def _block_shape(cache: LayerCache) -> tuple[int, int, int]:
+def _check_layout(cache: LayerCache) -> None:
     if cache.beside > 1:
         raise ValueError("elements lie side by side, as CPU kernels take them; Triton's need the block-major layout")
-    return cache.block_shape
-
-
-def _scale_strides(cache: LayerCache) -> tuple[int, int, int, int]:
-    """Returns the strides of frames and heads, of keys' scales and of values'."""
-    if cache.key_scale is None or cache.value_scale is None:
-        return 0, 0, 0, 0
-    keys, values = cache.key_scale, cache.value_scale
-    return keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)

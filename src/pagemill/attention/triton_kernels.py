@@ -42,7 +42,7 @@ from pagemill.ops.triton_early import let_next_begin, wait_for_previous
 
 
 @triton.jit(
-    do_not_specialize=["rows", "few", "chunks", "table_row", "rest_row", "precise"],
+    do_not_specialize=["rows", "few", "chunks", "table_row", "rest_row", "precise", "shortest"],
     do_not_specialize_on_alignment=["tables", "rest_tables"],  # those of a layer group begin anywhere
 )
 def attend(
@@ -53,10 +53,11 @@ def attend(
     query_token, query_head,
     key_frame, key_head, key_token, key_dim,
     value_frame, value_head, value_token, value_dim,
-    key_scale_frame, key_scale_head, value_scale_frame, value_scale_head, table_row, rest_row, precise,
+    key_scale_frame, key_scale_head, value_scale_frame, value_scale_head,
+    table_row, rest_row, precise, shortest,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHORT: tl.constexpr, IN_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr, LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     KEY_DOT: tl.constexpr, VALUE_DOT: tl.constexpr, KEY_AS: tl.constexpr, VALUE_AS: tl.constexpr,
     PACKED: tl.constexpr, NATIVE: tl.constexpr, TOGETHER: tl.constexpr, ALIKE: tl.constexpr,
     EARLY: tl.constexpr = False,
@@ -73,6 +74,7 @@ def attend(
     KEY_DOT, VALUE_DOT: what products with keys and with values are computed in; sums are fp32.
     KEY_AS, VALUE_AS, PACKED, NATIVE: see `triton_tiles.py`. Where keys have 4 bits, queries come rotated, and both are
         divided by TOGETHER: `scale` makes up for one of them.
+    shortest: keys of a chunk at least, a power of two.
     ALIKE: whether values have the strides of keys: then one address serves both.
     rest_tables: of the remainders that a query adds to its `precise` latest keys and values, in 4 bits as they are.
     EARLY: see `ops/triton_early.py`.
@@ -111,7 +113,7 @@ def attend(
         span = tl.minimum(span, window)
     lowest = tl.min(tl.where(real, first, FAR))
     highest = tl.max(tl.where(real, last, -1))
-    begin, end = chunk_of_program(lowest, highest, span, CHUNK, LONGEST_CHUNK, CHUNKS, IN_CHUNKS)
+    begin, end = chunk_of_program(lowest, highest, span, shortest, LONGEST_CHUNK, CHUNKS, IN_CHUNKS)
 
     # Three walks: over tiles that some query does not see from their first key on, over tiles that every query sees
     # in full, without masks, and over what is left, the only one that adds remainders.

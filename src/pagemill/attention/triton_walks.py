@@ -56,14 +56,14 @@ def keys_seen(context, positions, place, real, key_start, key_end, row):
 
 @triton.jit
 def chunk_of_program(
-    lowest, highest, span,
-    CHUNK: tl.constexpr, LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr, IN_CHUNKS: tl.constexpr,
+    lowest, highest, span, shortest,
+    LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr, IN_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Returns where a program's keys begin and end: lowest .. highest, or those of them that its chunk has. span: keys
     of the row, by which the length of its chunks is chosen; see `most_chunks_of`."""
     begin, end = lowest, highest + 1
     if IN_CHUNKS:
-        chunk = CHUNK
+        chunk = shortest
         while (chunk < LONGEST_CHUNK) & (chunk * CHUNKS < span):
             chunk *= 2
         at_chunk = lowest // chunk + tl.program_id(2)

@@ -100,8 +100,8 @@ def cuda_backend(device: torch.device) -> Backend:
     from pagemill.sampling.triton_sampling import TritonSamplingKernels
 
     return backend._replace(
-        ops=TritonQuantizedOps(capability),
-        attention=TritonAttention(capability),
+        ops=TritonQuantizedOps(capability, early=True),
+        attention=TritonAttention(capability, early=True),
         decoder=GpuDecoder,
         sampling=TritonSamplingKernels(),
     )

@@ -16,8 +16,8 @@ EARLY_CAPABILITY = (9, 0)
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """Returns the arguments with which a kernel that has EARLY is launched."""
-    return {"EARLY": True, "launch_pdl": True} if early else {}
+    """Returns the constants with which a kernel that has EARLY is launched."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from pagemill.ops.interface import Linear
 from pagemill.ops.quantized import check_contiguous
 from pagemill.ops.torch_ops import TorchLinear
 from pagemill.ops.triton_expert_kernels import arrange, combine, multiply_experts, route
+from pagemill.triton_launch import launcher
 
 COUNTED = 8192
 """Assignments that are sorted by counting at most; torch's sort takes several launches."""
@@ -94,12 +95,11 @@ def most_likely(logits: Tensor, chosen: int, *, normalize: bool) -> Routing:
     assigned = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens, chosen, dtype=torch.float32, device=logits.device)
     if tokens:
-        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            route[(tokens,)](
-                logits, assigned, shares,
-                EXPERTS=experts, PLACES=triton.next_power_of_2(experts), CHOSEN=chosen, NORMALIZE=normalize,
-                num_warps=1,
-            )  # fmt: skip
+        routing = launcher(
+            route, EXPERTS=experts, PLACES=triton.next_power_of_2(experts), CHOSEN=chosen, NORMALIZE=normalize,
+            num_warps=1,
+        )  # fmt: skip
+        routing((tokens, 1, 1), logits, assigned, shares)
     return Routing(assigned, shares)
 
 
@@ -139,21 +139,21 @@ def apply_experts(
     def multiply(source: Tensor, weight: Tensor, target: Tensor, gated: bool) -> None:
         tile, outputs = expert_tile(-(-rows // experts), gated, matrix_units), target.shape[1]
         tiles = rows // tile.rows + min(experts, rows)  # every expert's last tile may be part of one
-        multiply_experts[(tiles, triton.cdiv(outputs, tile.outputs))](
-            source, weight, target, order, begins, source.stride(0),
+        multiplying = launcher(
+            multiply_experts,
             INNER=source.shape[1], OUTER=outputs, EXPERTS=experts, PLACES=places, CHOSEN=chosen,
             GATED=gated, GELU=activation == "gelu_tanh",
             BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+        grid = (tiles, -(-outputs // tile.outputs), 1)
+        multiplying(grid, source, weight, target, order, begins, source.stride(0))
 
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-        order, begins = _sort(routing.experts.view(-1), experts)
-        multiply(x, gate_up, inner, gated=True)
-        multiply(inner, down, parts, gated=False)
-        combine[(tokens, triton.cdiv(hidden, COMBINED))](
-            parts, routing.shares, y, SIZE=hidden, CHOSEN=chosen, BLOCK=COMBINED, enable_fp_fusion=False
-        )
+    order, begins = _sort(routing.experts.view(-1), experts)
+    multiply(x, gate_up, inner, gated=True)
+    multiply(inner, down, parts, gated=False)
+    combining = launcher(combine, SIZE=hidden, CHOSEN=chosen, BLOCK=COMBINED, enable_fp_fusion=False)
+    combining((tokens, -(-hidden // COMBINED), 1), parts, routing.shares, y)
     return y
 
 
@@ -167,7 +167,6 @@ def _sort(assigned: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(rows, dtype=torch.int64, device=assigned.device)
     begins = torch.empty(experts + 1, dtype=torch.int32, device=assigned.device)
     block = 32
-    arrange[(triton.cdiv(rows + experts + 1, block),)](
-        assigned, order, begins, rows, EXPERTS=experts, BLOCK=block, CHUNK=128
-    )
+    arranging = launcher(arrange, EXPERTS=experts, BLOCK=block, CHUNK=128)
+    arranging((-(-(rows + experts + 1) // block), 1, 1), assigned, order, begins, rows)
     return order, begins

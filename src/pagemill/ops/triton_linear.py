@@ -21,6 +21,7 @@ from pagemill.ops.torch_ops import TorchLinear
 from pagemill.ops.triton_early import launch_options
 from pagemill.ops.triton_linear_kernels import multiply_few, multiply_one
 from pagemill.ops.triton_quantized_kernels import add_parts
+from pagemill.triton_launch import launcher
 
 SUMMED = 1024
 """Sums of parts that a program adds."""
@@ -53,10 +54,10 @@ class Limit(NamedTuple):
 
 FORMS = {
     8: (Form(1, 4, 1024, 4, 1, 512), Form(16, 64, 128, 4, 4, 512), Form(64, 128, 64, 4, 3, 512)),
-    9: (Form(1, 4, 1024, 4, 1, 512), Form(16, 64, 128, 4, 4, 512), Form(64, 128, 64, 4, 4, 512)),
+    9: (Form(1, 4, 1024, 4, 1, 1), Form(32, 64, 256, 4, 4, 1, tiles=True)),
 }
 """By the first part of the compute capability: higher ones take the highest, lower ones nothing. In ascending order."""
-LIMITS: dict[int, tuple[Limit, ...]] = {}
+LIMITS: dict[int, tuple[Limit, ...]] = {9: (Limit(1 << 20, 32),)}
 """By the first part of the compute capability, in ascending order of outputs; larger layers take nothing to Triton."""
 
 
@@ -93,10 +94,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, early: 
     options = {"num_warps": form.warps, "AHEAD": form.ahead if early else 0, **launch_options(early)}
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
         if form.rows == 1:
-            multiply_one[grid](
-                x, weight, bias, y, parts, outputs, inputs, columns,
-                BLOCK_N=form.outputs, BLOCK_K=form.columns, **options,
-            )  # fmt: skip
+            start = launcher(multiply_one, BLOCK_N=form.outputs, BLOCK_K=form.columns, **options)
+            start((*grid, 1), x, weight, bias, y, parts, outputs, inputs, columns)
         else:
             x_tiles = weight_tiles = None
             if form.tiles and all(_can_be_tiled(each) for each in (x, weight)):

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
 from pagemill.ops.low_rank import LowRankPart, check_parts
 from pagemill.ops.triton_low_rank_kernels import expand, shrink
+from pagemill.triton_launch import launcher
 
 RANKS = 16
 """Ranks of a block: a product takes no fewer."""
@@ -62,17 +62,14 @@ class TritonLowRank:
             return
         narrow = matrix_units and x.dtype == self.a.dtype
         low = torch.empty(count, ranks, dtype=torch.float32, device=x.device)
-        tiles = triton.cdiv(count, TOKENS)
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            shrink[(tiles, ranks // RANKS)](
-                x, tokens, self.a, self.scales, low, count, x.stride(0), ranks,
-                INNER=self.in_features, RANKS=RANKS, BLOCK_M=TOKENS, BLOCK_K=INPUTS if narrow else INPUTS // 4,
-                DOT=_TRITON[x.dtype] if narrow else tl.float32, num_stages=4 if narrow else 2,
-            )  # fmt: skip
-            expand[(tiles, len(self.blocks))](
-                low, tokens, self.b, self.blocks, y, count, ranks, y.stride(0),
-                RANKS=RANKS, BLOCK_M=TOKENS, BLOCK_N=OUTPUTS, num_stages=1,
-            )  # fmt: skip
+        tiles = -(-count // TOKENS)
+        shrinking = launcher(
+            shrink, INNER=self.in_features, RANKS=RANKS, BLOCK_M=TOKENS, BLOCK_K=INPUTS if narrow else INPUTS // 4,
+            DOT=_TRITON[x.dtype] if narrow else tl.float32, num_stages=4 if narrow else 2,
+        )  # fmt: skip
+        shrinking((tiles, ranks // RANKS, 1), x, tokens, self.a, self.scales, low, count, x.stride(0), ranks)
+        expanding = launcher(expand, RANKS=RANKS, BLOCK_M=TOKENS, BLOCK_N=OUTPUTS, num_stages=1)
+        expanding((tiles, len(self.blocks), 1), low, tokens, self.b, self.blocks, y, count, ranks, y.stride(0))
 
 
 _TRITON = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

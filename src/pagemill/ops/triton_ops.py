@@ -7,6 +7,7 @@ Nothing here waits for the device, and results have the sizes of inputs: a CUDA 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -21,8 +22,9 @@ from pagemill.ops.triton_early import EARLY_CAPABILITY, launch_options
 from pagemill.ops.triton_kernels import gate, normalize, turn_heads
 from pagemill.ops.triton_linear import pack
 from pagemill.ops.triton_low_rank import TritonLowRank
+from pagemill.triton_launch import Launcher, launcher
 
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 """Raised whenever the kernels' arithmetic changes, or the data of `triton_linear.py`: stored K/V of other bits must
 not be found."""
 WIDEST = 16384
@@ -45,7 +47,6 @@ class TritonOps(TorchOps):
         self.name = f"{TorchOps.name}+triton-{triton.__version__}-{KERNEL_VERSION}"
         self._major, self._capability = capability[0], capability
         self._early = early and capability >= EARLY_CAPABILITY
-        self._options = launch_options(self._early)
 
     def has_matrix_units(self, dtype: torch.dtype) -> bool:
         """Returns True if Triton's products of this dtype run in matrix units."""
@@ -67,8 +68,8 @@ class TritonOps(TorchOps):
         """Returns what `Ops.rms_norm` says. Raises ValueError for rows of over WIDEST elements."""
         if x.dim() > 3 or x.stride(-1) != 1:
             dense = x.reshape(-1, x.shape[-1]).contiguous()
-            return _normalize(dense, None, None, weight, eps, self._options).view(x.shape)
-        return _normalize(x, None, None, weight, eps, self._options)
+            return _normalize(dense, None, None, weight, eps, self._early).view(x.shape)
+        return _normalize(x, None, None, weight, eps, self._early)
 
     def add_rms_norm(
         self, x: Tensor, added: Tensor, weight: Tensor, eps: float, added_weight: Tensor | None = None
@@ -79,10 +80,10 @@ class TritonOps(TorchOps):
         """
         check_contiguous("x", x, x.dtype, tuple(x.shape))
         check_contiguous("added", added, x.dtype, tuple(x.shape))
-        return _normalize(x, added, added_weight, weight, eps, self._options)
+        return _normalize(x, added, added_weight, weight, eps, self._early)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        _turn(x, 0, None, None, 0.0, cos, sin, self._options)
+        _turn(x, 0, None, None, 0.0, cos, sin, self._early)
 
     def norm_and_rotate(
         self, x: Tensor, num_queries: int, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor
@@ -91,7 +92,7 @@ class TritonOps(TorchOps):
         with q_norm, the others with k_norm, fp32 [head_dim]."""
         for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
             check_contiguous(name, weight, torch.float32, (x.shape[2],))
-        _turn(x, num_queries, q_norm, k_norm, eps, cos, sin, self._options)
+        _turn(x, num_queries, q_norm, k_norm, eps, cos, sin, self._early)
 
     def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
         tokens, size = x.shape[0], x.shape[1] // 2
@@ -99,21 +100,17 @@ class TritonOps(TorchOps):
             raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, 2 n] with contiguous rows")
         y = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
         if y.numel():
-            with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-                gate[(tokens, triton.cdiv(size, TILE))](
-                    x, y, size, x.stride(0), GELU=activation == "gelu_tanh", BLOCK=TILE, enable_fp_fusion=False,
-                    **self._options,
-                )  # fmt: skip
+            _gating(activation == "gelu_tanh", self._early)((tokens, -(-size // TILE), 1), x, y, size, x.stride(0))
         return y
 
 
+@lru_cache
+def _gating(gelu: bool, early: bool) -> Launcher:
+    return launcher(gate, GELU=gelu, BLOCK=TILE, enable_fp_fusion=False, **launch_options(early))
+
+
 def _normalize(
-    x: Tensor,
-    added: Tensor | None,
-    added_weight: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    options: dict[str, bool],
+    x: Tensor, added: Tensor | None, added_weight: Tensor | None, weight: Tensor, eps: float, early: bool
 ) -> Tensor:
     """Returns rms_norm of x [tokens, (heads,) size], to which `added` is added before, if it is given."""
     size = x.shape[-1]
@@ -126,14 +123,21 @@ def _normalize(
     if not y.numel():
         return y
     inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    columns = triton.next_power_of_2(size)
-    at_once, rows = max(1, TILE // columns), y.numel() // size
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-        normalize[(triton.cdiv(rows, at_once),)](
-            x, added, added_weight, weight, y, rows, inner, x.stride(0), inner_stride, eps,
-            SIZE=size, COLUMNS=columns, ROWS=at_once, num_warps=_warps(columns), enable_fp_fusion=False, **options,
-        )  # fmt: skip
+    at_once, norming = _norming(size, early)
+    rows = y.numel() // size
+    norming((-(-rows // at_once), 1, 1), x, added, added_weight, weight, y, rows, inner, x.stride(0), inner_stride, eps)
     return y
+
+
+@lru_cache
+def _norming(size: int, early: bool) -> tuple[int, Launcher]:
+    """Returns how many rows of `size` elements a program norms, and what starts the kernel."""
+    columns = triton.next_power_of_2(size)
+    at_once = max(1, TILE // columns)
+    return at_once, launcher(
+        normalize, SIZE=size, COLUMNS=columns, ROWS=at_once, num_warps=_warps(columns), enable_fp_fusion=False,
+        **launch_options(early),
+    )  # fmt: skip
 
 
 def _warps(columns: int) -> int:
@@ -150,7 +154,7 @@ def _turn(
     eps: float,
     cos: Tensor,
     sin: Tensor,
-    options: dict[str, bool],
+    early: bool,
 ) -> None:
     tokens, heads, head_dim = x.shape
     half = cos.shape[1]
@@ -160,11 +164,17 @@ def _turn(
         raise ValueError(f"x is {tuple(x.shape)}; its contiguous last dimension must hold the {2 * half} that rotate")
     if not x.numel() or not half:
         return
+    at_once, turning = _turning(head_dim, half, early)
+    grid = (tokens, -(-heads // at_once), 1)
+    turning(grid, x, q_norm, k_norm, cos, sin, heads, num_queries, *x.stride()[:2], eps)
+
+
+@lru_cache
+def _turning(head_dim: int, half: int, early: bool) -> tuple[int, Launcher]:
+    """Returns how many heads with `half` pairs of dimensions a program turns, and what starts the kernel."""
     pairs, rest = triton.next_power_of_2(half), head_dim - 2 * half
     at_once = max(1, TILE // (2 * pairs))
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-        turn_heads[(tokens, triton.cdiv(heads, at_once))](
-            x, q_norm, k_norm, cos, sin, heads, num_queries, x.stride(0), x.stride(1), eps,
-            HEAD_DIM=head_dim, HALF=half, PAIRS=pairs, REST=triton.next_power_of_2(rest) if rest else 0,
-            HEADS=at_once, enable_fp_fusion=False, **options,
-        )  # fmt: skip
+    return at_once, launcher(
+        turn_heads, HEAD_DIM=head_dim, HALF=half, PAIRS=pairs, REST=triton.next_power_of_2(rest) if rest else 0,
+        HEADS=at_once, enable_fp_fusion=False, **launch_options(early),
+    )  # fmt: skip

@@ -13,14 +13,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from pagemill.ops.packed_weight import PackedWeight, pack_affine, pack_float8, pack_quantized
 from pagemill.ops.quantized import AffineWeight, Float8Weight, QuantizedWeight
+from pagemill.ops.triton_early import launch_options
 from pagemill.ops.triton_ops import TritonOps
 from pagemill.ops.triton_quantized_kernels import add_parts, multiply_row, multiply_rows
+from pagemill.triton_launch import launcher
 
 KERNEL_VERSION = 1
 """Raised whenever the kernels' arithmetic, forms, tiles or parts change: stored K/V of other bits must not be found."""
@@ -93,40 +94,42 @@ class NarrowLinear:
             )
         x = x if x.stride(1) == 1 else x.contiguous()
         y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype, device=x.device)
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            if len(x) == 1:
-                self._multiply_row(x, y)
-            elif len(x):
-                self._multiply_rows(x, y)
+        if len(x) == 1:
+            self._multiply_row(x, y)
+        elif len(x):
+            self._multiply_rows(x, y)
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.weight.dense(ids).to(self.dtype)
 
     def _multiply_row(self, x: Tensor, y: Tensor) -> None:
-        multiply_row[(triton.cdiv(self.out_features, ROW_OUTPUTS),)](
-            x, *self._pointers, y, self.out_features, self.in_features, *self._sizes, MAGIC, **self._constants,
-            BLOCK_N=ROW_OUTPUTS, BLOCK_C=ROW_CHUNKS, num_warps=ROW_WARPS,
-        )  # fmt: skip
+        multiplying = launcher(
+            multiply_row, **self._constants, BLOCK_N=ROW_OUTPUTS, BLOCK_C=ROW_CHUNKS, num_warps=ROW_WARPS
+        )
+        grid = (-(-self.out_features // ROW_OUTPUTS), 1, 1)
+        multiplying(grid, x, *self._pointers, y, self.out_features, self.in_features, *self._sizes, MAGIC)
 
     def _multiply_rows(self, x: Tensor, y: Tensor) -> None:
         tokens, weight = len(x), self.weight
         form = form_of(tokens, self._matrix_units and x.dtype != torch.float32)
         chunks, groups = self._sizes
         units = chunks * (16 if weight.kind in ("int8", "float8") else 32) // weight.unit
-        of_part = triton.cdiv(units, parts_of(form, self.out_features, units))
-        count = triton.cdiv(units, of_part)
+        of_part = -(-units // parts_of(form, self.out_features, units))
+        count = -(-units // of_part)
         parts = torch.empty(count, *y.shape, device=x.device) if count > 1 else None
-        grid = (triton.cdiv(self.out_features, form.outputs), triton.cdiv(tokens, form.tokens), count)
-        multiply_rows[grid](
-            x, *self._pointers, y, parts, tokens, self.out_features, self.in_features, chunks, groups, units, of_part,
-            x.stride(0), MAGIC, **self._constants, BLOCK_N=form.outputs, BLOCK_M=form.tokens, DOT=_TRITON[x.dtype],
+        multiplying = launcher(
+            multiply_rows, **self._constants, BLOCK_N=form.outputs, BLOCK_M=form.tokens, DOT=_TRITON[x.dtype],
             num_warps=form.warps, num_stages=form.stages,
         )  # fmt: skip
+        multiplying(
+            (-(-self.out_features // form.outputs), -(-tokens // form.tokens), count),
+            x, *self._pointers, y, parts, tokens, self.out_features, self.in_features, chunks, groups, units, of_part,
+            x.stride(0), MAGIC,
+        )  # fmt: skip
         if parts is not None:
-            add_parts[(triton.cdiv(y.numel(), SUMMED),)](
-                parts, self.bias, y, y.numel(), self.out_features, count, BLOCK=SUMMED
-            )
+            adding = launcher(add_parts, BLOCK=SUMMED, **launch_options(False))
+            adding((-(-y.numel() // SUMMED), 1, 1), parts, self.bias, y, y.numel(), self.out_features, count)
 
 
 def _pointers(weight: PackedWeight, bias: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from pagemill.sampling import triton_kernels as kernels
 from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Bits, Choices, DeviceChoices, Ids
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
+from pagemill.triton_launch import launcher
 
 SPLIT = 4096
 """A program's share of a row of logits. The same for any number of rows: sums depend on it in their last bits."""
@@ -29,10 +30,10 @@ class TritonSamplingKernels(TorchSamplingKernels):
         if not len(places):
             return
         allowed = _sent(bits[rows].view(np.int32), logits.device)
-        grid = (len(places), triton.cdiv(logits.shape[1], SPLIT))
+        grid = (len(places), -(-logits.shape[1] // SPLIT), 1)
         at = _sent(places, logits.device)
-        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            kernels.forbid[grid](logits, at, logits.stride(0), logits.shape[1], allowed, bits.shape[1], SPLIT=SPLIT)
+        forbidding = launcher(kernels.forbid, SPLIT=SPLIT)
+        forbidding(grid, logits, at, logits.stride(0), logits.shape[1], allowed, bits.shape[1])
 
     def choose(self, logits: Tensor, places: Ids, choices: Choices) -> Ids:
         if not len(places):
@@ -40,15 +41,13 @@ class TritonSamplingKernels(TorchSamplingKernels):
         sent = None
         if choices.temperature.any():
             sent = DeviceChoices(*(_sent(choice, logits.device) for choice in choices))
-        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            tokens = _choose(logits, _sent(places, logits.device), len(places), sent, choices.truncate)
+        tokens = _choose(logits, _sent(places, logits.device), len(places), sent, choices.truncate)
         return tokens.cpu().numpy().astype(np.int64)
 
     def choose_on_device(self, logits: Tensor, choices: DeviceChoices | None, *, truncate: bool = False) -> Tensor:
         """Returns what torch's does, the same tokens as `choose`. logits: of any floating-point type, and elements of
         a row side by side."""
-        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # kernels start on the current device
-            return _choose(logits, None, len(logits), choices, truncate)
+        return _choose(logits, None, len(logits), choices, truncate)
 
 
 def _sent(array: np.ndarray, device: torch.device) -> Tensor:
@@ -62,23 +61,23 @@ def _choose(logits: Tensor, places: Tensor | None, rows: int, choices: DeviceCho
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     if not rows:
         return tokens
-    splits = triton.cdiv(vocab, SPLIT)
+    splits = -(-vocab // SPLIT)
     sizes = {"SPLIT": SPLIT, "SPLITS": triton.next_power_of_2(splits)}
     source = (logits, places, logits.stride(0), vocab)
     maxima = torch.empty(rows, splits, device=device)
     first = torch.empty(rows, splits, dtype=torch.int32, device=device)
-    kernels.find_largest[rows, splits](*source, maxima, first, splits, SPLIT=SPLIT)
-    codes = {"NOT_FINITE": NOT_FINITE, "ALL_FORBIDDEN": ALL_FORBIDDEN}
+    launcher(kernels.find_largest, SPLIT=SPLIT)((rows, splits, 1), *source, maxima, first, splits)
+    picking = launcher(kernels.pick, NOT_FINITE=NOT_FINITE, ALL_FORBIDDEN=ALL_FORBIDDEN, **sizes)
     if choices is None:
         nothing = (None, None, None, None, None)
-        kernels.pick[rows,](*source, maxima, first, *nothing, tokens, splits, **codes, **sizes)
+        picking((rows, 1, 1), *source, maxima, first, *nothing, tokens, splits)
         return tokens
     log_min_p = choices.min_p.log()
     cuts = _cuts(source, maxima, choices, log_min_p, sizes) if truncate else None
     sums = torch.empty(rows, splits, device=device)
     weights = (choices.temperature, log_min_p, cuts, sums)
-    kernels.weigh[rows, splits](*source, maxima, *weights, splits, **sizes)
-    kernels.pick[rows,](*source, maxima, first, *weights, choices.uniforms, tokens, splits, **codes, **sizes)
+    launcher(kernels.weigh, **sizes)((rows, splits, 1), *source, maxima, *weights, splits)
+    picking((rows, 1, 1), *source, maxima, first, *weights, choices.uniforms, tokens, splits)
     return tokens
 
 
@@ -97,12 +96,13 @@ def _cuts(
     parts = torch.empty(2, rows, splits, pivots, device=device)
     cuts: Tensor | None = None
     for of_k in (True, False):
+        narrowing = launcher(kernels.narrow, OF_K=of_k, CHUNK=min(CHUNK, SPLIT), **sizes)
         starts, cuts = cuts, torch.empty(rows, dtype=torch.int32, device=device)
         for at in range(kernels.PASSES.value + 1):
-            grid = (rows, splits if at < kernels.PASSES.value else 1)
-            kernels.narrow[grid](
+            narrowing(
+                (rows, splits if at < kernels.PASSES.value else 1, 1),
                 *source, maxima, choices.temperature, choices.top_k, choices.top_p, log_min_p, starts, cuts,
-                intervals, targets, parts, rows, splits, at, OF_K=of_k, CHUNK=min(CHUNK, SPLIT), **sizes,
+                intervals, targets, parts, rows, splits, at,
             )  # fmt: skip
     assert cuts is not None
     return cuts
