@@ -26,6 +26,9 @@ from pagemill.models.loading import LoadedModel, load_model
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 """Of SmolLM2-135M in float32, blocks of 16: 30 layers, 3 KV heads of 64."""
 
+MODEL = "smollm2-135m"
+"""The real model, for tests of many kinds."""
+
 
 def load_on(device: str, path: str | Path, **settings) -> LoadedModel:
     """Loads a model onto what the engine takes for a device."""

@@ -6,11 +6,11 @@ import socket
 import threading
 import time
 
+from harness import MODEL
 from pagemill import AsyncLLM
 from pagemill.server.run import run_server
 from pagemill.tenant_limits import read_tenants_file
 
-MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 2048
 
 

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from harness import MODEL
 from interpreter import DEVICE
 from models.small_llama import save_llama
 from pagemill import LLM, SamplingParams
 from pagemill.executor.graphs import batch_sizes
 from pagemill.hub.registry import REGISTRY
-from served import MODEL
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from pagemill.attention.sdpa_operators import GRANULE, HeadShape, Operator
 
 VERSION = 1
 """Raised whenever rows are cut otherwise: stored K/V of other bits must not be found."""
-LONG_QUERIES = 512
+LONG_QUERIES = 2048
 """Rows of fewer queries are not worth the gathering, and what it takes to start several operators."""
 MOST_KEYS = 8192
 """Keys before a chunk that are gathered at a time: bounds the memory that long contexts take."""
