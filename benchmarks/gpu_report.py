@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,12 +30,14 @@ from benchmarks.gpu_page import page
 from benchmarks.tests_outcome import read_outcome
 from benchmarks.timed_command import Outcome, run_command
 
-FOLDERS = ("attention", "benchmarks", "executor", "kvcache", "ops", "parity", "sampling")
-"""Folders of the tests that are marked `gpu`."""
+FOLDERS = ("executor", "attention", "ops", "parity", "kvcache", "sampling", "benchmarks")
+"""Folders of the tests that are marked `gpu`: whole engines come first."""
+COMPILED = "not compile_for_every_gpu and not gpus_that_are_not_there"
+"""Leaves out tests of the compiler, which need no GPU."""
 LEAST_S = 10.0
 """Less time than this is not worth a start."""
-WORKERS = 8
-"""Processes that test on a GPU at most: compiling takes most of the time, and each holds a CUDA context."""
+WORKERS = 16
+"""Processes that test on a GPU at most: compiling takes most of the time, on a core each; each has a CUDA context."""
 
 BENCHMARKS = {
     "decode": ["benchmarks.gpu_decode"],
@@ -91,11 +93,13 @@ def run_tests(arguments: Sequence[str], seconds: float | None, folder: Path) -> 
     return outcome.exit_code, said
 
 
-def in_processes(on_gpu: bool) -> list[str]:
-    """Returns what has pytest test in several processes, where pytest-xdist is installed."""
-    if not on_gpu or importlib.util.find_spec("xdist") is None:
-        return []
-    return ["--numprocesses", str(max(1, min(WORKERS, (os.cpu_count() or 1) // 2)))]
+def on_gpus(environment: MutableMapping[str, str]) -> list[str]:
+    """Returns what has pytest test on a GPU: in several processes with a core each, where pytest-xdist is installed."""
+    options = ["-k", COMPILED]
+    if importlib.util.find_spec("xdist") is not None:
+        environment["PAGEMILL_TESTS_ON_ONE_CORE_EACH"] = "1"
+        options += ["--dist", "worksteal", "--numprocesses", str(max(1, min(WORKERS, os.cpu_count() or 1)))]
+    return options
 
 
 def put(folder: Path, half: str, found: object) -> None:
@@ -127,7 +131,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.what == "tests":
         folders = [f"tests/{folder}" for folder in FOLDERS]
-        arguments = [*folders, *in_processes(on_gpu), *pytest_args]
+        arguments = [*folders, *(on_gpus(os.environ) if on_gpu else []), *pytest_args]
         status, found = run_tests(arguments, seconds if on_gpu else None, options.folder)
         put(options.folder, "tests", found)
         sys.exit(status)

@@ -10,6 +10,11 @@ from importlib.util import find_spec
 
 import pytest
 
+# On a GPU, each of several processes compiles most of the time, on one core, where another's threads would spin.
+if "PAGEMILL_TESTS_ON_ONE_CORE_EACH" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"][2:]) % len(cores)]})
+
 import pagemill  # noqa: F401  # before torch, whose idle threads would spin on the cores that other workers need
 
 import torch  # isort: skip

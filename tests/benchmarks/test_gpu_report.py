@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -173,7 +174,17 @@ def test_arguments_behind_two_dashes_are_pytests(tmp_path, monkeypatch) -> None:
         gpu_report.main()
     assert ended.value.code == 5
     assert seen[0][-2:] == ["-k", "a or b"]
-    assert seen[0][0] == "tests/attention"
+    assert seen[0][0] == "tests/executor", "whole engines come first"
+
+
+def test_on_a_gpu_each_process_has_a_core() -> None:
+    environment: dict[str, str] = {}
+    options = gpu_report.on_gpus(environment)
+    assert options[:2] == ["-k", gpu_report.COMPILED]
+    assert int(options[-1]) >= 1
+    command = [sys.executable, "-c", "import conftest, os; print(len(os.sched_getaffinity(0)))"]
+    environment |= {**os.environ, "PYTEST_XDIST_WORKER": "gw5", "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "1\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -187,6 +198,7 @@ def test_without_a_gpu_one_line_says_so(tmp_path) -> None:
 
 GPU_ONLY = re.compile(r"from interpreter import .*DEVICE|cuda\.is_available\(\)|from device_tier import")
 ELSEWHERE = {
+    "tests/attention/test_sdpa.py": "its operator is the CPU's; test_sdpa_operators.py has the GPU's",
     "tests/core/test_offloading.py": "its blocks lie in a tier on the GPU, beside an engine on the CPU",
     "tests/executor/test_gpu_executor.py": "it runs on a device of the CPU's tensors, and is left out on a GPU",
 }
