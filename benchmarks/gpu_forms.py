@@ -26,9 +26,6 @@ FINALISTS = 4
 SHARED_BYTES = (72 << 10, 108 << 10, 220 << 10)
 """What a program of few rows may take: three, two, or one of them then fit into a multiprocessor."""
 PROGRAMS = (1, 264, 528, 1056)
-AHEAD = {1: (0, 2048)}
-OTHERS_AHEAD = (0, 512)
-"""Columns that early programs ask for ahead, by rows."""
 NEVER = float("inf")
 
 
@@ -127,8 +124,7 @@ class Sweep:
         of_layers = [min(found, key=found.__getitem__) for found in rough]
         self._time_well(rows, TRITON, list(dict.fromkeys([*best, *of_layers])))
         if self._capability >= EARLY_CAPABILITY:
-            ahead = [form._replace(ahead=columns) for form in best for columns in AHEAD.get(rows, OTHERS_AHEAD)]
-            self._time_well(rows, EARLY, self._compiled(ahead, early=True))
+            self._time_well(rows, EARLY, self._compiled(best, early=True))
 
     def _compiled(self, forms: Sequence[Form], *, early: bool) -> Sequence[Form]:
         """Returns the forms that compile."""

@@ -105,7 +105,7 @@ def gpu_operators(device: torch.device, capability: tuple[int, int]) -> Backend:
     from pagemill.sampling.triton_sampling import TritonSamplingKernels
 
     return torch_backend(device)._replace(
-        ops=TritonOps(capability), attention=TritonAttention(capability), decoder=GpuDecoder,
+        ops=TritonOps(capability, early=True), attention=TritonAttention(capability, early=True), decoder=GpuDecoder,
         sampling=TritonSamplingKernels(),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Goal:
-    """Holds a row of the table of attention in docs/performance.md. formats: of the cache; its shares count."""
+    """Holds a row of the table of attention in docs/performance-on-gpus.md. formats: of the cache; its shares count."""
 
     what: str
     kind: str

@@ -38,8 +38,6 @@ from pagemill.ops.triton_ops import TritonOps
 
 CASES = ((1, 1024), (8, 1024), (32, 4096), (64, 1024))
 PROFILED_STEPS = 3
-AHEAD = 1024
-"""Columns of each of its outputs that an early program asks for."""
 
 Step = Callable[[], Tensor]
 
@@ -72,15 +70,12 @@ class Result:
 
 
 def variants_of(backend: Backend, capability: tuple[int, int], forms: tuple[Form, ...]) -> dict[str, Backend]:
-    asking = tuple(form._replace(ahead=AHEAD) for form in forms)
-    forms = tuple(form._replace(ahead=0) for form in forms)
     usual, early = TritonAttention(capability), TritonAttention(capability, early=True)
     return {
         "cuBLAS": backend._replace(ops=FewRows(capability, ()), attention=usual),
         "cuBLAS, others early": backend._replace(ops=FewRows(capability, (), early=True), attention=early),
         "Triton": backend._replace(ops=FewRows(capability, forms), attention=usual),
         "Triton, early": backend._replace(ops=FewRows(capability, forms, early=True), attention=early),
-        "Triton, early, asking ahead": backend._replace(ops=FewRows(capability, asking, early=True), attention=early),
     }
 
 

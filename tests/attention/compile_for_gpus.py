@@ -23,7 +23,7 @@ from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import FrameShape, block_major
 
-WIDE_RESTS = 320
+WIDE_RESTS = 336
 """Bytes that heads of 256 with remainders spill without matrix units: no tile is small enough."""
 NARROW = ("int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4", "int4_mixed")
 ROWS, TOKENS, CONTEXT, BLOCK_SIZE = 2, 101, 4096, 16

@@ -84,6 +84,10 @@ def test_torchs_own_attention_is_taken_where_an_operator_works(monkeypatch: pyte
     assert "+triton" in backend.name
     assert tried == [(HeadShape(torch.bfloat16, 32, 8, 128), CPU)]
     monkeypatch.setattr(selection, "working_operator", lambda *_: "none of torch's operators runs: too old")
+    with pytest.raises(
+        ConfigError, match=r"2048 tokens of a prompt and more, and a step has at most 512; raise max_num"
+    ):
+        chosen("sdpa", replace(H100, step_tokens=512))
     with pytest.raises(ConfigError, match="'sdpa' cannot be used: none of torch's operators runs: too old; or use"):
         chosen("sdpa", H100)
     assert type(chosen("auto", replace(H100, kv_format="int8"))).__name__ == "TritonAttention"

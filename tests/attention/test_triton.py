@@ -82,6 +82,19 @@ def test_long_rows_keep_their_bits_in_any_chunks_of_prefill(backend: Elsewhere) 
         assert torch.equal(attend(backend, case, [(0, begin, end)])[0], whole[begin:end])
 
 
+@pytest.mark.parametrize(("capability", "dims"), [((8, 0), 32), ((9, 0), 64), ((10, 0), 32)])
+def test_small_heads_are_padded_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dims: int
+) -> None:
+    started = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *_: started.append(self.constants["DIMS"]))
+    dtypes = {"dtype": torch.bfloat16, "query_dtype": torch.bfloat16}
+    case = PagedCase([(20, 1), (90, 60)], head_dim=20, layout=block_major, **dtypes)
+    query, batch = case.whole()
+    TritonAttention(capability).attend(query, case.cache, batch, 0, scale=0.1)
+    assert started == [dims, dims]
+
+
 def test_chunks_are_as_short_as_rows_are_few() -> None:
     assert [shortest_chunk(rows) for rows in (1, 2, 3, 4, 7, 8, 9, 300)] == [128, 256, 512, 512, 1024, 1024, 1024, 1024]
 

@@ -192,10 +192,10 @@ def test_prompts_by_torchs_own_attention(model, monkeypatch, kv_cache_dtype) -> 
     attended, cut = [], sdpa_backend.cut
     monkeypatch.setattr(sdpa_backend, "cut", lambda *lengths: attended.append(lengths) or cut(*lengths))
     draw = random.Random(11)
-    asked = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in (600, 1023, 1500, 5, 1700, 90, 513, 800)]
+    asked = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in (2500, 2048, 4200, 5, 3000, 90, 5000, 800)]
     settings = {
-        "dtype": "bfloat16", "max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 2048},
-        "max_num_batched_tokens": 1024, "kv_memory": "512MiB", "kv_cache_dtype": kv_cache_dtype,
+        "dtype": "bfloat16", "max_model_len": 6144, "hf_overrides": {"max_position_embeddings": 6144},
+        "max_num_batched_tokens": 3000, "kv_memory": "1GiB", "kv_cache_dtype": kv_cache_dtype,
     }  # fmt: skip
     found = []
     for backend in ("sdpa", "triton"):

@@ -134,3 +134,39 @@ def test_cores_that_steps_leave_idle_copy_blocks(monkeypatch, overlaps, cores):
     executor = SimpleNamespace(facts=facts, frames=None)
     assert tiers.make_tiers(config, executor, None, tiers.Streamed()) is not None
     assert asked == [(4, RECORD, cores)]
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_who_reads_while_blocks_come_reads_them_whole(cores, monkeypatch):
+    """A reader may begin while a block still lies where it came from: `write` returns when it has been read."""
+    store, out = HostStore(3, RECORD, cores), np.zeros(RECORD, np.uint8)
+    names, records = block(1, 7)
+    started, go = threading.Event(), threading.Event()
+
+    class Place:
+        shape = (RECORD,)
+
+        def __setitem__(self, whole, record):
+            started.set()
+            assert go.wait(10)
+            out[:] = record
+
+    reader = threading.Thread(target=store.read, args=([names[0][:2]], [Place()]))
+    keep = store._keep  # noqa: SLF001
+
+    def keep_while_one_reads(coming):
+        reader.start()
+        assert started.wait(10)
+        keep(coming)
+
+    monkeypatch.setattr(store, "_keep", keep_while_one_reads)
+    with ThreadPoolExecutor(1) as writer:
+        written = writer.submit(store.write, names, records, spill)
+        assert started.wait(10)
+        assert not wait_for([written], timeout=0.1).done
+        go.set()
+        written.result(10)
+        records[0][:] = 0
+    reader.join(10)
+    assert (out == 7).all()
+    store.close()

@@ -26,5 +26,5 @@ def test_every_kernel_of_a_step_waits_before_it_reads_or_writes() -> None:
 
 
 def test_kernels_that_begin_as_usual_are_launched_as_usual() -> None:
-    assert launch_options(False) == {}
+    assert launch_options(False) == {"EARLY": False}
     assert launch_options(True) == {"EARLY": True, "launch_pdl": True}

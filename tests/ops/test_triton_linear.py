@@ -118,6 +118,9 @@ def test_up_to_its_limit_a_layer_takes_rows_to_triton(monkeypatch: pytest.Monkey
     linear(draw(2, 64, dtype=torch.float32))
     linear(draw(64, 2, dtype=torch.bfloat16).T)
     assert calls == [1, 20], "of other dtypes or strides, torch takes them"
+    for wrong in (draw(2, 48, dtype=torch.bfloat16), draw(2, 96, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            linear(wrong)
     assert torch.equal(linear.rows(torch.tensor([3, 0], device=DEVICE)), weight[[3, 0]])
     assert most_rows((8, 6), 65) == 1000
     assert pack(draw(100, 64, dtype=torch.bfloat16), None, (8, 6)).few == 32, "no form takes more"

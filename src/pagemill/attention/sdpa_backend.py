@@ -12,12 +12,10 @@ from torch import Tensor
 from pagemill.attention.checks import check_attend
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
 from pagemill.attention.sdpa_gather import READ_AS, Part, Span, gather, merge
-from pagemill.attention.sdpa_operators import GRANULE, HeadShape, Operator
+from pagemill.attention.sdpa_operators import GRANULE, LONG_QUERIES, HeadShape, Operator
 
 VERSION = 1
 """Raised whenever rows are cut otherwise: stored K/V of other bits must not be found."""
-LONG_QUERIES = 2048
-"""Rows of fewer queries are not worth the gathering, and what it takes to start several operators."""
 MOST_KEYS = 8192
 """Keys before a chunk that are gathered at a time: bounds the memory that long contexts take."""
 
@@ -59,9 +57,9 @@ class SdpaAttention:
     each, which takes longer than a step. What is added so has zeros, and is not seen or not used. Int8 keys and values
     are rounded to the queries' dtype as they are widened.
 
-    A query's bits depend on its own row alone: on where its chunk begins and ends. Cut into other chunks, a prompt may
-    differ in its last bits. Every chunk gathers all keys before it again, so a prompt cut into n chunks of one length
-    gathers about n / 2 times its keys and values.
+    A query's bits depend on its own row alone, on where its chunk begins and ends; those of rows that `rest` attends,
+    on what these depend on there. Cut into other chunks, a prompt may differ in its last bits. Every chunk gathers all
+    keys before it again, so a prompt cut into n chunks of one length gathers about n / 2 times its keys and values.
     """
 
     def __init__(
@@ -102,8 +100,8 @@ class SdpaAttention:
                 key_end=key_end, return_lse=return_lse,
             )  # fmt: skip
         check_attend(query, cache, batch, group, key_start, key_end)
-        plan = self._plan(batch, batch.host, group)
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # kernels start on the current device
+            plan = self._plan(batch, batch.host, group)
             if plan.others is None and len(plan.long) == 1:
                 output, lse = self._attend_row(query, cache, plan.long[0], scale)
                 return output.contiguous(), lse.contiguous() if return_lse else None

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from pagemill.attention.interface import LayerCache
 from pagemill.attention.triton_gather import gather_tokens, merge_parts
 from pagemill.attention.triton_latent import padded
+from pagemill.triton_launch import launcher
 
 TOKENS = 64
 """Tokens of one KV head that a program gathers."""
@@ -52,13 +52,15 @@ def gather(cache: LayerCache, table: Tensor, span: Span, dtype: torch.dtype, nat
     """
     kv_heads, block_size, head_dim = cache.block_shape
     keys, values = torch.empty(2, span.keys, kv_heads, head_dim, dtype=dtype, device=cache.key.device).unbind()
-    scales = (cache.key_scale, cache.value_scale)
-    gather_tokens[(triton.cdiv(span.keys, TOKENS), kv_heads)](
-        _elements(cache.key), _elements(cache.value), *scales, table, keys, values, span.begin,
-        min(span.keys, span.end - span.begin), span.keys, *cache.key.stride(), *cache.value.stride(),
-        *(stride for each in scales for stride in ((0, 0) if each is None else each.stride()[:2])),
+    gathering = launcher(
+        gather_tokens,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=padded(head_dim), BLOCK_SIZE=block_size, TOKENS=TOKENS,
         KEY_AS=READ_AS[cache.key.dtype], VALUE_AS=READ_AS[cache.value.dtype], NATIVE=native, DOT=_TRITON[dtype],
+    )  # fmt: skip
+    gathering(
+        (-(-span.keys // TOKENS), kv_heads, 1),
+        *cache.elements, cache.key_scale, cache.value_scale, table, keys, values, span.begin,
+        min(span.keys, span.end - span.begin), span.keys, *cache.strides,
     )  # fmt: skip
     return keys, values
 
@@ -68,12 +70,10 @@ def merge(a: Part, b: Part, dtype: torch.dtype) -> Part:
     tokens, heads, head_dim = a.output.shape
     output = torch.empty(tokens, heads, head_dim, dtype=dtype, device=a.output.device)
     lse = torch.empty(tokens, heads, device=a.output.device)
-    merge_parts[(triton.cdiv(tokens * heads, PAIRS),)](
+    merging = launcher(merge_parts, HEADS=heads, HEAD_DIM=head_dim, DIMS=padded(head_dim), PAIRS=PAIRS)
+    merging(
+        (-(-tokens * heads // PAIRS), 1, 1),
         *a, *b, output, lse, tokens * heads, *a.output.stride()[:2], *a.lse.stride(), *b.output.stride()[:2],
-        *b.lse.stride(), HEADS=heads, HEAD_DIM=head_dim, DIMS=padded(head_dim), PAIRS=PAIRS,
+        *b.lse.stride(),
     )  # fmt: skip
     return Part(output, lse)
-
-
-def _elements(cached: Tensor) -> Tensor:
-    return cached.view(torch.uint8) if READ_AS[cached.dtype] in ("e4m3", "e5m2") else cached

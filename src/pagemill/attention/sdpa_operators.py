@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LONG_QUERIES = 2048
+"""Rows of fewer queries are not worth the gathering, and what it takes to start several operators."""
 GRANULE = 256
 """Numbers of queries and keys that operators are given are multiples of it."""
 TRIAL_QUERIES, TRIAL_KEYS = 512, 256

@@ -14,7 +14,7 @@ from pagemill.attention.flash_attn_backend import flash_attn_libraries
 from pagemill.attention.flashinfer_backend import flashinfer_libraries
 from pagemill.attention.interface import AttentionBackend
 from pagemill.attention.library_backend import AttentionLibrary, LibraryAttention
-from pagemill.attention.sdpa_operators import HeadShape, Operator, working_operator
+from pagemill.attention.sdpa_operators import LONG_QUERIES, HeadShape, Operator, working_operator
 from pagemill.attention.support import HALF_FORMATS, HALVES, NO_GPU, AttentionNeeds, Support
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
@@ -76,6 +76,11 @@ def candidates(needs: AttentionNeeds, device: torch.device) -> list[Candidate]:
         return working_operator(HeadShape(needs.dtype, needs.heads, needs.kv_heads, needs.head_dim), device)
 
     def no_operator() -> str | None:
+        if needs.step_tokens is not None and needs.step_tokens < LONG_QUERIES:
+            return (
+                f"it attends {LONG_QUERIES} tokens of a prompt and more, and a step has at most {needs.step_tokens}; "
+                f"raise max_num_batched_tokens"
+            )
         found = operator()
         return found if isinstance(found, str) else None
 

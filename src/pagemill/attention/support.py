@@ -18,7 +18,7 @@ class AttentionNeeds:
 
     dtype: of queries. kv_format: the cache's name. heads, kv_heads: of one rank. capability: the GPU's; None on CPU.
     windows: of the layer groups; None: no window. value_dim: of values that are the first numbers of their keys; None:
-    values are as wide as keys, and lie beside them.
+    values are as wide as keys, and lie beside them. step_tokens: the most of a step; None: any number.
     """
 
     dtype: torch.dtype
@@ -31,6 +31,7 @@ class AttentionNeeds:
     soft_cap: float | None
     capability: tuple[int, int] | None
     value_dim: int | None = None
+    step_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def long_tile(
         return Tile(64, 64, 4, 2) if scaled else Tile(128, 128, 8, 2)
     if from_shared:
         return Tile(64, 64, 4, 3)
-    return Tile(64, 64, 8, 3) if widened else Tile(128, 64, 8, 2)
+    return Tile(64, 64, 8, 3) if widened else Tile(128, 64 if head_dim <= 64 else 32, 8, 2)
 
 
 def short_tile(head_dim: int, matrix_units: bool, widened: bool, packed: bool, rests: bool) -> Tile:
@@ -136,8 +136,8 @@ class _Form:
 class TritonAttention:
     """Implements `AttentionBackend` for GPUs of compute capability 7.5 or higher, and for Triton's interpreter.
 
-    capability: the GPU's. Below 8.0 Triton takes no matrix units, and tiles are small. early: kernels of decode steps
-    begin while the one before ends (see `ops/triton_early.py`).
+    capability: the GPU's. Below 8.0 Triton takes no matrix units, and tiles are small. early: kernels
+    begin while the one before ends (see `ops/triton_early.py`), but for those of latents.
 
     A query's bits depend on its own row alone, on its query length, context and window, and on how many rows there are:
     on the power of two from there on, up to SHORT_CHUNKS_OF_ROWS.
@@ -148,8 +148,8 @@ class TritonAttention:
         self.kv_formats: tuple[str, ...] | None = None
         self.waits = False
         self._major, self._native_e4m3 = capability[0], capability >= (8, 9)
-        compiled = isinstance(attend, triton.JITFunction)  # the interpreter knows no assembler
-        self._packed = compiled and capability >= (8, 0)
+        # The interpreter knows no assembler, and for Blackwell the compiler ends itself over it in a pipelined loop.
+        self._packed = isinstance(attend, triton.JITFunction) and capability[0] in (8, 9)
         self._options = launch_options(early and capability >= EARLY_CAPABILITY)
         self._writers: dict[tuple[object, ...], Launcher] = {}
         self._forms: dict[tuple[object, ...], _Form] = {}
@@ -199,7 +199,7 @@ class TritonAttention:
             return output, lse
         of_group, rows = batch.groups[group], batch.context_lens.shape[0]
         tables, rest = of_group.tables, None if of_group.remainders is None else of_group.remainders.tables
-        stored = cache.key.dtype, cache.value.dtype, cache.block_shape, cache.value_dim
+        stored = cache.key.dtype, cache.value.dtype, cache.block_shape, cache.value_dim, cache.values_in_keys
         shape = (query.dtype, heads, *stored, rest is None, cache.strides[:4] == cache.strides[4:8])
         form = self._forms.get(shape)
         if cache.values_in_keys:

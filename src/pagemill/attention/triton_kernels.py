@@ -8,9 +8,9 @@ Flash decoding (Dao et al., 2023): a row of few queries cuts its keys into chunk
 A tile is BLOCK_M queries of one KV head: TILE_TOKENS tokens, each with the GROUP heads that share this KV head, one
 token after the other. So keys and values are read once for all heads of a group.
 
-Bits: tiles of keys and chunks begin at multiples of their length, a chunk's length follows from the row's own context,
-and rows of few queries are attended in chunks whatever else is in the batch. So a query's bits depend on its own row,
-never on other rows.
+Bits: tiles of keys and chunks begin at multiples of their length, a chunk's length follows from the row's own context
+and from `shortest`, and rows of few queries are attended in chunks whatever else is in the batch. So a query's bits
+depend on its own row and on `shortest`, never on what other rows hold.
 
 Strides are in elements. A name of a pointer that may be None says so; what depends on it is then left out.
 """

@@ -61,7 +61,7 @@ E5M2_TO_FP16 = tl.constexpr("""{
 
 @triton.jit
 def widened(elements, AS: tl.constexpr, PACKED: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr):
-    """Returns elements that do not share bytes as DOT. PACKED: by assembler for NVIDIA's GPUs from capability 8.0 on,
+    """Returns elements that do not share bytes as DOT. PACKED: by assembler for NVIDIA's GPUs of capability 8 and 9,
     four at a time, where there is some for DOT. NATIVE: the GPU converts e4m3."""
     # Were assembler pure, the compiler would move it behind the way through shared memory, which narrow values go byte
     # by byte.

@@ -44,6 +44,7 @@ def gpu_attention(
         soft_cap=spec.attention_soft_cap,
         # ROCm's numbers mean other GPUs.
         capability=torch.cuda.get_device_capability(device) if torch.version.hip is None else None,
+        step_tokens=config.max_num_batched_tokens,
     )
     measure = MeasuredChoice(
         cache_dir() / "attention.json", _machine(device), needs, partial(time_attention, needs=needs, device=device)

@@ -183,7 +183,7 @@ class HostStore(HostTier[NDArray[np.uint8]]):
         else:
             for copied in [self._copiers.submit(np.copyto, place, record) for _, place, record in placed]:
                 copied.result()
-        with self._lock:
+        with self._alone():  # nobody reads any more what the caller holds
             for name, place, _ in placed:
                 self._held[name[:2]] = place, name
 

@@ -30,9 +30,9 @@ SUMMED = 1024
 class Form(NamedTuple):
     """Says how up to `rows` rows are multiplied: outputs, columns and rows of a tile, warps, stages of loads under way.
 
-    rows: of the tile too; a single row takes no matrix units. programs: columns are cut into at most so many parts that
-    there are no more programs, nor parts of less than two tiles. ahead: columns that a program that begins early
-    asks for, of each of its outputs. tiles: the memory unit copies tiles (TMA), where it can.
+    rows: of the tile too; a single row takes no matrix units, and loads its next tile itself, whatever `stages` says.
+    programs: columns are cut into at most so many parts that there are no more programs, nor parts of less than two
+    tiles. tiles: the memory unit copies tiles (TMA), where it can.
     """
 
     rows: int
@@ -41,7 +41,6 @@ class Form(NamedTuple):
     warps: int
     stages: int
     programs: int
-    ahead: int = 0
     tiles: bool = False
 
 
@@ -91,7 +90,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, early: 
     count = triton.cdiv(inputs, columns)
     parts = torch.empty(count, tokens, outputs, device=x.device) if count > 1 else None
     grid = (triton.cdiv(outputs, form.outputs), count)
-    options = {"num_warps": form.warps, "AHEAD": form.ahead if early else 0, **launch_options(early)}
+    options = {"num_warps": form.warps, **launch_options(early)}
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device
         if form.rows == 1:
             start = launcher(multiply_one, BLOCK_N=form.outputs, BLOCK_K=form.columns, **options)
@@ -106,9 +105,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, early: 
                 BLOCK_N=form.outputs, BLOCK_M=form.rows, BLOCK_K=form.columns, num_stages=form.stages, **options,
             )  # fmt: skip
         if parts is not None:
-            add_parts[(triton.cdiv(y.numel(), SUMMED),)](
-                parts, bias, y, y.numel(), outputs, count, BLOCK=SUMMED, **launch_options(early)
-            )
+            adding = launcher(add_parts, BLOCK=SUMMED, **launch_options(early))
+            adding((-(-y.numel() // SUMMED), 1, 1), parts, bias, y, y.numel(), outputs, count)
     return y
 
 
@@ -128,7 +126,8 @@ class TritonLinear(TorchLinear):
         self._forms, self.few, self._early = forms, few, early
 
     def __call__(self, x: Tensor) -> Tensor:
-        if 0 < len(x) <= self.few and x.dtype == self.weight.dtype and x.stride(1) == 1:
+        fits = x.dim() == 2 and x.shape[1] == self.weight.shape[1] and x.dtype == self.weight.dtype
+        if fits and 0 < len(x) <= self.few and x.stride(1) == 1:
             form = next(form for form in self._forms if len(x) <= form.rows)
             return multiply(x, self.weight, self.bias, form, self._early)
         return super().__call__(x)

@@ -5,8 +5,8 @@ The time of such a product is that of reading the weight, once. Products are exa
 for what additions lose. Columns may be cut into parts, which `add_parts` adds in ascending order. What is cut follows
 from the weight's shape alone, so a row's bits do not depend on other rows.
 
-weight [out_features, columns] is contiguous. With EARLY, a program asks for weights before it waits for the kernel that
-gives it x (`triton_early.py`): its first tile, or AHEAD columns of each of its outputs, which the L2 cache takes.
+weight [out_features, columns] is contiguous. With EARLY, a program of one row loads its first tile of weights before it
+waits for the kernel that gives it x (`triton_early.py`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,6 @@ import triton
 import triton.language as tl
 
 from pagemill.ops.triton_early import let_next_begin, wait_for_previous
-
-LINE = tl.constexpr(64)
-"""Columns of 128 bytes, of which the caches' lines are."""
-
-
-@triton.jit
-def _bring(weight, row, first, columns, AHEAD: tl.constexpr):
-    """Asks the L2 cache for AHEAD columns from `first` on of the rows that begin at `row`."""
-    column = tl.minimum(first + tl.arange(0, AHEAD // LINE) * LINE, columns - 1)
-    at = weight + row[:, None] + column[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -40,7 +27,7 @@ def _part(columns, columns_of_part):
 @triton.jit
 def multiply_one(
     x, weight, bias, y, parts, out_features, columns, columns_of_part,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr = 0, EARLY: tl.constexpr = False,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Writes y [out_features] = weight x for one x [columns], BLOCK_N outputs at a time, or one part of the sums.
 
@@ -56,8 +43,6 @@ def multiply_one(
     column = first + tl.arange(0, BLOCK_K)
     at = weight + row[:, None] + column[None, :]
     tile = tl.load(at, (column < end)[None, :], other=0, eviction_policy="evict_first")
-    if AHEAD:
-        _bring(weight, row, first + BLOCK_K, columns, AHEAD)
     wait_for_previous(EARLY)
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for _ in range(first, end, BLOCK_K):
@@ -79,8 +64,7 @@ def multiply_one(
 @triton.jit(do_not_specialize=["tokens"])
 def multiply_few(
     x, x_tiles, weight, weight_tiles, bias, y, parts, tokens, out_features, columns, columns_of_part, x_token,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr = 0, EARLY: tl.constexpr = False,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Writes y [tokens, out_features] = x weight^T for x [tokens, columns] of at most BLOCK_M tokens, or one part of
     the sums.
@@ -94,8 +78,6 @@ def multiply_few(
     token = tl.arange(0, BLOCK_M)
     row = tl.minimum(output, out_features - 1).to(tl.int64) * columns
     first, end = _part(columns, columns_of_part)
-    if AHEAD:
-        _bring(weight, row, first, columns, AHEAD)
     wait_for_previous(EARLY)
     x_at = x + tl.minimum(token, tokens - 1) * x_token
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
