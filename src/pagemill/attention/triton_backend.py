@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -58,43 +59,51 @@ class Tile:
     stages: int
 
 
-def long_tile(
-    head_dim: int, matrix_units: bool, major: int, widened: bool, scaled: bool, packed: bool, rests: bool
-) -> Tile:
-    """Returns the tile of rows with many queries.
+class Stored(NamedTuple):
+    """Says how keys and values are stored.
 
-    major: of the GPU's compute capability. widened: keys and values have another dtype than products. scaled: they have
-    scales; packed: some of them have 4 bits; rests: and remainders.
+    widened: in another dtype than products are computed in. scaled: with scales; packed: some of them in 4 bits; rests:
+    and with remainders.
     """
+
+    widened: bool
+    scaled: bool
+    packed: bool
+    rests: bool
+
+
+def long_tile(head_dim: int, matrix_units: bool, major: int, stored: Stored) -> Tile:
+    """Returns the tile of rows with many queries. major: of the GPU's compute capability."""
     if not matrix_units:  # every operand of a product takes a register, and so does what is widened ahead
-        if rests:
+        if stored.rests:
             return Tile(SHORT_TILE, 16, 8, 1)
-        stages = 1 if widened else 2
+        stages = 1 if stored.widened else 2
         return Tile(32, 32 if head_dim <= 64 else 16, 8, stages) if head_dim <= 128 else Tile(16, 16, 8, stages)
     from_shared = major in (9, 10, 11)  # their products read keys and values from shared memory
-    if rests and not from_shared:
+    if stored.rests and not from_shared:
         return Tile(32, 32 if head_dim <= 128 else 16, 8, 2)
     if head_dim > 128:
-        return Tile(32 if widened else 64, 32, 8, 2)
-    if rests or (packed and not from_shared):
-        return Tile(64, 32, 8, 2)
-    if from_shared and widened:
-        return Tile(64, 64, 4, 2) if scaled else Tile(128, 128, 8, 2)
+        return Tile(32 if stored.widened else 64, 32, 8, 2)
+    if stored.rests or (stored.packed and not from_shared):
+        whole = head_dim == triton.next_power_of_2(head_dim)  # else masks take registers too
+        return Tile(64 if whole or from_shared else 32, 32, 8, 2)
+    if from_shared and stored.widened:
+        return Tile(64, 64, 4, 2) if stored.scaled else Tile(128, 128, 8, 2)
     if from_shared:
         return Tile(64, 64, 4, 3)
-    return Tile(64, 64, 8, 3) if widened else Tile(128, 64 if head_dim <= 64 else 32, 8, 2)
+    return Tile(64, 64, 8, 3) if stored.widened else Tile(128, 64 if head_dim <= 64 else 32, 8, 2)
 
 
-def short_tile(head_dim: int, matrix_units: bool, widened: bool, packed: bool, rests: bool) -> Tile:
-    """Returns the tile of rows in chunks."""
+def short_tile(head_dim: int, matrix_units: bool, major: int, stored: Stored) -> Tile:
+    """Returns the tile of rows in chunks. major: of the GPU's compute capability."""
     if not matrix_units:
-        if rests:
+        if stored.rests:
             return Tile(SHORT_TILE, 16, 8, 1)
-        return Tile(SHORT_TILE, 32 if head_dim <= 128 else 16, 8, 1 if widened else 2)
-    if rests:
+        return Tile(SHORT_TILE, 32 if head_dim <= 128 else 16, 8, 1 if stored.widened else 2)
+    if stored.rests:
         return Tile(SHORT_TILE, 32, 4, 3)
-    warps = 4 if packed or head_dim > 128 else 2
-    return Tile(SHORT_TILE, 64 if head_dim <= 128 else 32, warps, 3 if widened else 2)
+    few_warps = head_dim <= 128 and not stored.packed and (major == 9 or not stored.widened)
+    return Tile(SHORT_TILE, 64 if head_dim <= 128 else 32, 2 if few_warps else 4, 3 if stored.widened else 2)
 
 
 def shortest_chunk(rows: int) -> int:
@@ -233,15 +242,14 @@ class TritonAttention:
     def _form(self, query: Tensor, cache: LayerCache, rests: bool) -> _Form:
         """Returns how such queries are attended over such a cache. rests: with remainders."""
         (kv_heads, block_size, head_dim), heads, dot = cache.block_shape, query.shape[1], _dot(query, cache)
-        matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
-        packed, size = torch.uint8 in (cache.key.dtype, cache.value.dtype), heads // kv_heads
+        matrix_units, size = self._major >= 8 and dot != torch.float32, heads // kv_heads
+        packed = torch.uint8 in (cache.key.dtype, cache.value.dtype)
         dims, at_least = _padded(head_dim, cache), triton.next_power_of_2(size)
         if matrix_units and self._major == 9:
             dims = max(dims, LEAST_HOPPER_DIMS)
         short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
-        long = long_tile(
-            head_dim, matrix_units, self._major, widened, cache.key_scale is not None, packed, rests
-        )  # fmt: skip
+        stored = Stored(cache.key.dtype != dot, cache.key_scale is not None, packed, rests)
+        long = long_tile(head_dim, matrix_units, self._major, stored)
         together = rotated_together(head_dim) if cache.key.dtype == torch.uint8 else 1
 
         def attending(tile: Tile, *, in_chunks: bool) -> Launcher:
@@ -260,7 +268,7 @@ class TritonAttention:
 
         return _Form(
             whole=attending(long, in_chunks=False),
-            in_chunks=attending(short_tile(head_dim, matrix_units, widened, packed, rests), in_chunks=True),
+            in_chunks=attending(short_tile(head_dim, matrix_units, self._major, stored), in_chunks=True),
             merge=_merging(short, cache.value_dim, dims, self._options),
             short=short,
             tokens=max(long.queries, at_least) // size,
