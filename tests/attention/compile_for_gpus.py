@@ -23,8 +23,8 @@ from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import FrameShape, block_major
 
-WIDE_RESTS = 336
-"""Bytes that heads of 256 with remainders spill without matrix units: no tile is small enough."""
+RESTS = {96: 8, 128: 8, 256: 416}
+"""Bytes that heads of so many dimensions with remainders spill without matrix units: no tile is small enough."""
 NARROW = ("int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4", "int4_mixed")
 ROWS, TOKENS, CONTEXT, BLOCK_SIZE = 2, 101, 4096, 16
 
@@ -88,7 +88,7 @@ def launch(capability: int, case: Case) -> None:
 
 def spills(capability: int, case: Case) -> int:
     without_units = capability == 75 or case.element == torch.float32
-    return WIDE_RESTS if case.format == "int4_mixed" and case.head_dim == 256 and without_units else 0
+    return RESTS.get(case.head_dim, 0) if case.format == "int4_mixed" and without_units else 0
 
 
 if __name__ == "__main__":
