@@ -115,7 +115,7 @@ def test_records_on_their_way_are_waited_for_by_who_stores_and_who_loads_them(st
         def begin_writes(self):
             pass
 
-        end_writes = follow_writes = begin_writes
+        end_writes = begin_writes
 
         def write(self, frames, after):
             return nullcontext(self.loaded)
