@@ -13,7 +13,7 @@ from checked_device import CheckedEvent, OrderError
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import transfers
-from pagemill.kvcache.gpu_frames import SNAPSHOTS, STAGED, GpuFrames, origins_of, runs_of
+from pagemill.kvcache.gpu_frames import SNAPSHOTS, GpuFrames, origins_of, runs_of
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.offload_tiers import OffloadTiers
 from pagemill.kvcache.pages_ahead import PooledFrames
@@ -175,11 +175,6 @@ def test_numbers_of_frames_that_leave_come_while_computations_go_on(device, fram
         numbers, records = copied[-2:]
         assert not numbers.clock.knows((device.compute.name, now))
         assert records.clock.knows((device.compute.name, now))
-
-
-def test_few_writings_lie_on_the_device_at_a_time(frames) -> None:
-    waiting = [frames._staged.acquire(blocking=False) for _ in range(STAGED + 1)]  # noqa: SLF001
-    assert waiting == [True] * STAGED + [False]
 
 
 def test_blocks_that_no_memory_can_be_pinned_for_are_not_read_and_not_written(
