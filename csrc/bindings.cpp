@@ -118,6 +118,8 @@ void copy_arrays(const std::vector<Output>& targets, const std::vector<Input>& s
     const int64_t bytes = targets.empty() ? 0 : int64_t(targets[0].size());
     std::vector<void*> to;
     std::vector<const void*> from;
+    to.reserve(targets.size());
+    from.reserve(sources.size());
     for (const auto& target : targets) to.push_back(bytes_of(target, bytes));
     for (const auto& source : sources) from.push_back(bytes_of(source, bytes));
     Run run;
