@@ -13,7 +13,7 @@ from pagemill.engine.tiers import copying_cores
 from pagemill.kvcache.frame_access import FrameAccess, Reading
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.offload_tiers import OffloadTiers
-from pagemill.kvcache.transfers import BATCH_BYTES, PIECE_BYTES, Transfers
+from pagemill.kvcache.transfers import BATCH_BYTES, Transfers, piece_of
 from pagemill.memory.work import BlockName, Load, Save
 
 READINGS = 8
@@ -60,7 +60,7 @@ class FramesAlone:
 
     def __init__(self, frames: FrameAccess, block_bytes: int) -> None:
         self._frames = frames
-        self._batch, self._piece = max(1, BATCH_BYTES // block_bytes), max(1, PIECE_BYTES // block_bytes)
+        self._block_bytes, self._batch = block_bytes, max(1, BATCH_BYTES // block_bytes)
         self._threads = ThreadPoolExecutor(THREADS)
         self._under_way: deque[Future[None]] = deque()
         self.out = self.back = 0
@@ -77,27 +77,26 @@ class FramesAlone:
     def load(self, frames: Sequence[int]) -> None:
         for writing in self._write(frames):
             writing.result()
-        self._frames.follow_writes()
-        wait_for(self._frames)
 
     def begin(self, out: Sequence[int], back: Sequence[int]) -> None:
         for first in range(0, len(out), self._batch):
             self._read(out[first : first + self._batch])
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft().result()
-        if len(self._under_way) < LOADS * -(-len(back) // self._piece):
+        if len(self._under_way) < LOADS * -(-len(back) // self._piece(len(back))):
             self._under_way += self._write(back)
-        self._frames.follow_writes()
 
     def settle(self) -> None:
         while self._under_way:
             self._under_way.popleft().result()
-        self._frames.follow_writes()
         wait_for(self._frames)
 
     def close(self) -> None:
         self.settle()
         self._threads.shutdown()
+
+    def _piece(self, count: int) -> int:
+        return piece_of(count, self._block_bytes, THREADS)
 
     def _read(self, frames: Sequence[int]) -> Reading:
         reading = self._frames.begin_read(frames)
@@ -114,7 +113,8 @@ class FramesAlone:
                 pass
             self.back += len(part)
 
-        parts = (frames[first : first + self._piece] for first in range(0, len(frames), self._piece))
+        count = self._piece(len(frames))
+        parts = (frames[first : first + count] for first in range(0, len(frames), count))
         return [self._threads.submit(write, part) for part in parts]
 
 
@@ -131,6 +131,7 @@ class ThroughHostTier:
         self._at_once = max(1, BACKLOG_BYTES // block_bytes)
         self._numbers, self._loads = count(), count()
         self._kept: list[tuple[bytes, int]] = []
+        """Used last first: what is stored beside a load makes the others leave."""
         self._under_way = 0
 
     @property
@@ -147,7 +148,7 @@ class ThroughHostTier:
             saves = self._saves(frames[first : first + self._at_once])
             self._transfers.save(saves)
             self._transfers.flush()
-            self._kept += [save.name[:2] for save in saves]
+            self._kept = [save.name[:2] for save in saves][::-1] + self._kept
         if dropped := self._transfers.stats().blocks_dropped:
             raise RuntimeError(f"{dropped} blocks were dropped")
 

@@ -2,6 +2,7 @@
 #include "memory.h"
 #include "threads.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -175,6 +176,17 @@ void copy_frames(void* base, int64_t pieces, int64_t piece_stride, int64_t frame
             std::memcpy(piece + target[j] * frame_stride, piece + source[j] * frame_stride, bytes);
     };
     parallel(pieces, copy);
+}
+
+void copy_records(void* const* targets, const void* const* sources, int64_t count, int64_t bytes) {
+    constexpr int64_t kPart = 256 << 10;  // so that few long records keep all threads busy
+    const int64_t parts = (bytes + kPart - 1) / kPart;
+    auto copy = [&](int64_t i, int) {
+        const int64_t record = i / parts, begin = i % parts * kPart;
+        std::memcpy(static_cast<char*>(targets[record]) + begin, static_cast<const char*>(sources[record]) + begin,
+                    std::min(kPart, bytes - begin));
+    };
+    parallel(count * parts, copy);
 }
 
 }  // namespace pagemill

@@ -338,6 +338,9 @@ void release(PackedLinear&);
 void copy_frames(void* base, int64_t pieces, int64_t piece_stride, int64_t frame_stride, int64_t bytes,
                  const int64_t* source, const int64_t* target, int64_t count);
 
+// Copies sources[i] to targets[i], `bytes` bytes each, in any order, by all threads.
+void copy_records(void* const* targets, const void* const* sources, int64_t count, int64_t bytes);
+
 // Widens `weights` (whole blocks) of a GGUF tensor in the format of this number to fp32; false: a format that is not
 // known.
 bool dequantize(int format, const void* blocks, float* out, int64_t weights);

@@ -1,7 +1,7 @@
 # The compiled CPU kernels (csrc/bindings.cpp). Arrays and tensors raise ValueError for another dtype or shape, or gaps
 # between their elements. Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16, 2 fp16.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, overload
 
 import numpy as np
@@ -35,6 +35,9 @@ def copy_frames(
     base: int, pieces: int, piece_stride: int, frame_stride: int, nbytes: int, source: Int64, target: Int64
 ) -> None:
     """Copies frames source[i] -> target[i], in order. Strides in bytes; source and target [count]."""
+
+def copy_records(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
+    """Copies sources[i] -> targets[i] by all threads: arrays of any shape, equally long, without gaps."""
 
 def dequantize(format: int, blocks: npt.NDArray[np.uint8], out: Float32) -> None:
     """Widens whole blocks (bytes) of a GGUF format, by its number, to `out` [weights]."""

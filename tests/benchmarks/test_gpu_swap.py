@@ -74,11 +74,11 @@ def test_blocks_go_through_the_host_tier_and_come_back_to_other_frames(checked) 
     for _ in range(3):  # the tier is full after the first
         way.save([0, 1, 2, 3])
     way.load([6, 5, 4, 7])
-    assert first_bytes(checked.frames) == [0, 1, 2, 3, 2, 1, 0, 3]
+    assert first_bytes(checked.frames) == [0, 1, 2, 3, 1, 2, 3, 0]
     assert (way.out, way.back) == (12, 4)
-    way.begin([7], [0])
+    way.begin([7], [0])  # makes the block leave that was used longest ago, of frame 0
     way.settle()
-    assert first_bytes(checked.frames) == [0, 1, 2, 3, 2, 1, 0, 3]
+    assert first_bytes(checked.frames) == [3, 1, 2, 3, 1, 2, 3, 0]
     assert (way.out, way.back) == (13, 5)
     way.close()
 

@@ -28,6 +28,8 @@ class DividedMemory:
             parts = torch.as_strided(of_elements, tensor.size(), tensor.stride(), tensor.storage_offset())
             if name in ("index", "index_put_") and tensor is args[0]:
                 parts = torch.ops.aten.index(parts, args[1])
+            elif name in ("index_select", "index_copy_") and tensor is args[0]:
+                parts = torch.index_select(parts, *args[1:3])
             return parts.unique().tolist()
 
 

@@ -96,8 +96,8 @@ def test_a_size_that_is_given_is_that_of_the_pool_and_nothing_is_measured(small_
 
 
 def test_nothing_left_for_the_pool_names_the_ways_out(small_model, device, monkeypatch):
-    for peak, ways_out in ((58 * MIB, "; raise it above 0.93 or lower max"), (78 * MIB, "; lower max")):
-        states(device, monkeypatch, 0, 200 * MIB, peak)
+    for peak, ways_out in ((58 * MIB, "; raise it above 0.95 or lower max"), (78 * MIB, "; lower max")):
+        states(device, monkeypatch, 0, TRANSFERS + 72 * MIB, peak)
         config, executor = opened(small_model, device, enforce_eager=True)
         with pytest.raises(KVMemoryError, match=f"needed by steps: .*{ways_out}_num_batched_tokens or free") as error:
             build(config, executor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -13,8 +12,8 @@ import torch
 from checked_device import CheckedEvent, OrderError
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache import gpu_frames, transfers
-from pagemill.kvcache.gpu_frames import SNAPSHOTS, STAGED, GpuFrames, origins_of, runs_of
+from pagemill.kvcache import transfers
+from pagemill.kvcache.gpu_frames import SNAPSHOTS, GpuFrames, origins_of, runs_of
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.offload_tiers import OffloadTiers
 from pagemill.kvcache.pages_ahead import PooledFrames
@@ -104,21 +103,17 @@ def load(frames, numbers, records, after):
             place[:] = record.reshape(place.shape)
 
 
-@pytest.mark.parametrize("run_bytes", [1, 100, 1 << 20])
-def test_many_records_come_together_and_no_host_waits(device, frames, monkeypatch, run_bytes) -> None:
-    monkeypatch.setattr(gpu_frames, "RUN_BYTES", run_bytes)
+def test_many_records_come_with_one_copy_and_are_there_when_the_writing_ends(device, frames, monkeypatch) -> None:
     monkeypatch.setattr(device.random, "random", lambda: 1.0)  # nothing is done before somebody waits
     copies, copy = [], device.copy
     monkeypatch.setattr(device, "copy", lambda source, target: (copies.append(len(source)), copy(source, target)))
     for seed, numbers in enumerate([[3, 4, 5, 0], [9], [8, 2, 3, 1]]):
         expected = contents(frames)
         expected[numbers] = np.random.default_rng(seed).integers(0, 256, expected[numbers].shape, dtype=np.uint8)
-        told, before = device.told, len(copies)
+        told = device.told
         load(frames, numbers, expected[numbers], frames.mark())
-        straight = frames.bytes.shape[0] == 1 and run_bytes <= 64 * len(numbers) / len(runs_of(numbers))
-        assert len(copies) - before == (len(runs_of(numbers)) if straight else 1)
-        frames.follow_writes()
-        assert device.told == told
+        assert len(copies) == seed + 1
+        assert device.told == told + 1
         assert (contents(frames) == expected).all()
 
 
@@ -127,56 +122,59 @@ def test_runs_are_frames_side_by_side() -> None:
     assert runs_of([7]) == [(0, 1)]
 
 
-@pytest.mark.parametrize("run_bytes", [1, 1 << 20])
-def test_computations_that_do_not_follow_a_load_are_found(device, frames, monkeypatch, run_bytes) -> None:
-    monkeypatch.setattr(gpu_frames, "RUN_BYTES", run_bytes)
-    load(frames, [1], contents(frames)[[1]], frames.mark())
-    with pytest.raises(OrderError, match="compute reads what stream 1 may not have written yet"):
-        frames.bytes.sum()
-    monkeypatch.setattr(device.compute, "wait_event", lambda event: None)
-    frames.follow_writes()
-    with pytest.raises(OrderError, match="compute reads what stream 1 may not have written yet"):
+def test_a_load_that_nobody_waits_for_is_found(device, frames, monkeypatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckedEvent, "synchronize", lambda event: None)
+        load(frames, [1], contents(frames)[[1]], frames.mark())
+    with pytest.raises(OrderError, match=r"may not have written yet|ends while stream \d may still use"):
         frames.bytes.sum()
 
 
-@pytest.mark.parametrize("run_bytes", [1, 1 << 20])
-def test_a_load_that_does_not_wait_for_earlier_computations_is_found(device, frames, monkeypatch, run_bytes) -> None:
-    monkeypatch.setattr(gpu_frames, "RUN_BYTES", run_bytes)
+def test_a_load_that_does_not_wait_for_earlier_computations_is_found(device, frames) -> None:
     frames.copy([1], [2])
-    with pytest.raises(OrderError, match=r"stream 1 .* what compute may"), frames.write([1]) as places:
+    with pytest.raises(OrderError, match=r"stream \d .* what compute may"), frames.write([1]) as places:
         places[:] = 0
 
 
-def test_loads_wait_for_the_bus_when_too_many_are_under_way(device, frames, monkeypatch) -> None:
-    monkeypatch.setattr(device.random, "random", lambda: 1.0)  # nothing is done before somebody waits
-    for number in range(STAGED + 1):
-        told = device.told
-        with frames.write([number], frames.mark()) as places:
-            assert device.told == told + (number == STAGED)
-            places[:] = number
-    frames.follow_writes()
-    assert (contents(frames)[: STAGED + 1] == np.arange(STAGED + 1)[:, None]).all()
+def test_neither_do_computations_wait_for_a_load_nor_the_bus_for_computations(device, frames, monkeypatch) -> None:
+    device.divide(frames.bytes, 0, frames.bytes.shape[2])  # others use other frames meanwhile
+    records, compute, brought, meanwhile = contents(frames)[[1]], device.compute, [], []
+    copy, synchronize = device.copy, CheckedEvent.synchronize
+    frames.bytes[:, 2].add_(1)
+    before, mark = (compute.name, compute.clock[compute.name]), frames.mark()
+
+    def bring(source, target):
+        brought.append(device._current.clock.knows(before))  # noqa: SLF001
+        copy(source, target)
+
+    def step(event):
+        puts = [use for use in event.clock.items() if use[0] != compute.name and not device.host.knows(use)]
+        frames.bytes[:, 3].add_(1)
+        frames.begin_read([5])
+        frames.copy([6], [7])
+        meanwhile.extend(compute.clock.knows(use) for use in puts)
+        monkeypatch.setattr(CheckedEvent, "synchronize", synchronize)
+        event.synchronize()
+
+    monkeypatch.setattr(device, "copy", bring)
+    monkeypatch.setattr(CheckedEvent, "synchronize", step)
+    load(frames, [1], records, mark)
+    assert not brought[0]
+    assert meanwhile
+    assert not any(meanwhile)
 
 
-def test_computations_go_on_while_a_load_waits_for_the_bus(device, frames, monkeypatch) -> None:
-    """The bus may wait for them: a load begins behind the steps that were asked for before it."""
-    monkeypatch.setattr(device.random, "random", lambda: 1.0)
-    records = contents(frames)
-    for number in range(STAGED):
-        load(frames, [number], records[[number]], frames.mark())
-    synchronize, followed = CheckedEvent.synchronize, []
-
-    def waited(event):
-        thread = threading.Thread(target=frames.follow_writes, daemon=True)
-        thread.start()
-        thread.join(5)
-        followed.append(not thread.is_alive())
-        synchronize(event)
-
-    monkeypatch.setattr(CheckedEvent, "synchronize", waited)
-    with frames.write([9], frames.mark()) as places:
-        places[:] = 1
-    assert followed[0]
+def test_numbers_of_frames_that_leave_come_while_computations_go_on(device, frames, monkeypatch) -> None:
+    """Else a step would wait on the way for a bus that loads keep busy."""
+    copied, copy = [], device.copy
+    monkeypatch.setattr(device, "copy", lambda *ends: (copied.append(device._current), copy(*ends)))  # noqa: SLF001
+    for _ in range(3 * SNAPSHOTS):
+        frames.bytes.add_(1)
+        now = device.compute.clock[device.compute.name]
+        frames.begin_read([1, 2])
+        numbers, records = copied[-2:]
+        assert not numbers.clock.knows((device.compute.name, now))
+        assert records.clock.knows((device.compute.name, now))
 
 
 def test_blocks_that_no_memory_can_be_pinned_for_are_not_read_and_not_written(
@@ -292,14 +290,12 @@ def run_transfers(device, frames, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_transfers_keep_order_and_contents(device, frames, monkeypatch, seed) -> None:
     monkeypatch.setattr(transfers, "ThreadPoolExecutor", Inline)
-    monkeypatch.setattr(gpu_frames, "RUN_BYTES", random.Random(seed).choice([1, 100, 1000]))
     run_transfers(device, frames, seed)
 
 
-@pytest.mark.parametrize("harm", ["mark", "follow_writes"])
-def test_transfers_that_leave_a_wait_out_are_found(device, frames, monkeypatch, harm) -> None:
+def test_transfers_that_do_not_come_behind_earlier_computations_are_found(device, frames, monkeypatch) -> None:
     monkeypatch.setattr(transfers, "ThreadPoolExecutor", Inline)
-    monkeypatch.setattr(frames, harm, lambda: None)
+    monkeypatch.setattr(frames, "mark", lambda: None)
     with pytest.raises(OrderError, match=r"may still use|may not have written"):
         run_transfers(device, frames, 0)
 

@@ -293,7 +293,6 @@ def fill(frames, numbers) -> None:
     with frames.write([*numbers], frames.mark()) as places:
         for number, place in zip(numbers, places, strict=True):
             place[:] = np.random.default_rng(number).integers(0, 256, place.shape, np.uint8)
-    frames.follow_writes()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -307,7 +306,6 @@ def test_random_copies_reads_and_writes_keep_contents(device, frames, seed) -> N
                 with frames.write(picked, frames.mark()) as places:
                     for place, record in zip(places, records, strict=True):
                         place[:] = record
-                frames.follow_writes()
                 known.update(zip(picked, records, strict=True))
             case 1 if len(known) > 3:
                 source, target = draw.choice([*known], 6).tolist(), draw.integers(0, 11, 6).tolist()

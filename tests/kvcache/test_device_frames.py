@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from harness import frame_shape
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.frame_access import Reading
-from pagemill.kvcache.gpu_frames import GpuFrames
+from pagemill.kvcache.gpu_frames import STAGED, GpuFrames
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.layout import block_major
 from pagemill.kvcache.offload_tiers import OffloadTiers
@@ -91,6 +92,34 @@ def test_a_load_comes_after_what_the_gpu_was_asked_to_do_before(pool, contents) 
     assert (pool.frames.read([2, 1])[0] == contents[[1, 5]]).all()
 
 
+def test_all_threads_fill_records_while_few_of_them_have_the_device() -> None:
+    go, filled, waiting = threading.Event(), threading.Barrier(STAGED + 3), threading.Semaphore(0)
+
+    class Slow(AtOnce):
+        class Stream(AtOnce.Stream):
+            def synchronize(self):
+                waiting.release()
+                assert go.wait(30)
+
+    frames = GpuFrames(1, 8, 64, Slow())
+
+    def write(frame):
+        with frames.write([frame]) as places:
+            places[:] = frame
+            filled.wait(30)
+
+    with ThreadPoolExecutor(8) as threads:
+        writes = [threads.submit(write, frame) for frame in range(STAGED + 2)]
+        filled.wait(30)
+        for _ in range(STAGED):
+            assert waiting.acquire(timeout=30)
+        assert not waiting.acquire(timeout=0.05)
+        go.set()
+        for writing in writes:
+            writing.result()
+    assert frames.bytes[0, : STAGED + 2, 0].tolist() == [*range(STAGED + 2)]
+
+
 @pytest.mark.parametrize("stored_first", [True, False])
 def test_records_on_their_way_are_waited_for_by_who_stores_and_who_loads_them(stored_first) -> None:
     size, go = 64, threading.Event()
@@ -115,7 +144,7 @@ def test_records_on_their_way_are_waited_for_by_who_stores_and_who_loads_them(st
         def begin_writes(self):
             pass
 
-        end_writes = follow_writes = begin_writes
+        end_writes = begin_writes
 
         def write(self, frames, after):
             return nullcontext(self.loaded)

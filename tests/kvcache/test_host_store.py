@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pagemill import _kernels
 from pagemill.config import EngineConfig
 from pagemill.engine import tiers
 from pagemill.errors import KVMemoryError, KVStoreError
@@ -47,6 +48,56 @@ def test_more_than_the_machine_can_give_is_refused():
     with pytest.raises(KVMemoryError, match=f"{RECORD << 45} bytes.*lower kv_host_memory") as error:
         HostStore(1 << 45, RECORD)
     assert error.value.param == "kv_host_memory"
+
+
+@pytest.fixture
+def kernel_threads():
+    """Kernels have as many threads afterwards as before."""
+    before = _kernels.num_threads()
+    yield
+    _kernels.set_num_threads(before)
+
+
+@pytest.mark.parametrize("nbytes", [1, 300_000, (256 << 10) - 1, 512 << 10])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_records_of_any_length_are_copied_whole(kernel_threads, nbytes, threads):
+    _kernels.set_num_threads(threads)
+    sources = np.random.default_rng(0).integers(0, 256, (5, nbytes), dtype=np.uint8)
+    targets = np.zeros((6, 1, nbytes + 1), np.uint8)
+    _kernels.copy_records([target[0, :-1] for target in targets[:5]], [*sources])
+    assert (targets[:5, 0, :-1] == sources).all()
+    assert (targets[:, 0, -1] == 0).all()
+    assert (targets[5] == 0).all()
+
+
+def test_records_that_do_not_fit_are_refused():
+    whole, wide = np.zeros((2, 8), np.uint8), np.zeros((2, 16), np.uint8)
+    for targets, sources in (
+        ([whole[0]], [whole[0, :4]]),
+        ([whole[0, :4]], [whole[1]]),
+        ([wide[0, ::2]], [whole[0]]),
+        ([whole[0]], [wide[:, :4]]),
+        ([whole[0]], [whole[0].view(np.int8)]),
+        ([*whole], [whole[0]]),
+    ):
+        with pytest.raises(ValueError, match=r"without gaps|one target"):
+            _kernels.copy_records(targets, sources)
+    whole.flags.writeable = False
+    with pytest.raises(TypeError):
+        _kernels.copy_records([whole[0]], [wide[0, :8]])
+
+
+def test_several_cores_copy_blocks_both_ways_at_once(kernel_threads, monkeypatch):
+    store, calls, copy = HostStore(4, RECORD, 3), [], _kernels.copy_records
+    assert _kernels.num_threads() >= 3
+    monkeypatch.setattr(_kernels, "copy_records", lambda to, sources: (calls.append(len(to)), copy(to, sources)))
+    records = np.random.default_rng(0).integers(0, 256, (3, RECORD), np.uint8)
+    names = [BlockName(bytes([n]), 0, b"", 0) for n in range(3)]
+    store.write(names, [*records], spill)
+    out = np.zeros((4, 2, RECORD // 2), np.uint8)
+    assert store.read([(bytes([n]), 0) for n in (2, 9, 0, 1)], out) == [True, False, True, True]
+    assert (out.reshape(4, -1)[[2, 3, 0]] == records).all()
+    assert calls == [3, 3]
 
 
 class Slow:
@@ -93,7 +144,7 @@ def test_blocks_are_read_side_by_side_and_stay_until_they_are():
 
 
 @pytest.mark.parametrize("cores", [1, 3])
-def test_what_leaves_is_whole_until_the_tier_below_has_it(cores):
+def test_what_leaves_is_whole_until_the_tier_below_has_it(kernel_threads, cores):
     store, spilled = HostStore(3, RECORD, cores), []
 
     def values(numbers):
@@ -123,7 +174,7 @@ def test_what_leaves_is_whole_until_the_tier_below_has_it(cores):
 
 
 @pytest.mark.parametrize(("overlaps", "cores"), [(False, 1), (True, 5)])
-def test_cores_that_steps_leave_idle_copy_blocks(monkeypatch, overlaps, cores):
+def test_cores_that_steps_leave_idle_copy_blocks(kernel_threads, monkeypatch, overlaps, cores):
     asked = []
     monkeypatch.setattr(tiers, "usable_cores", lambda: 10)
     monkeypatch.setattr(tiers, "HostStore", lambda *args: asked.append(args) or HostStore(*args))

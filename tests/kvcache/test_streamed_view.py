@@ -71,7 +71,6 @@ def test_not_a_bit_differs(device, attention, kv) -> None:
     with pool.frames.write(range(ALL), pool.frames.mark()) as places:
         for place, record in zip(places, records, strict=True):
             place[:] = record
-    pool.frames.follow_writes()
     ahead = LayersAhead(pool.frames, shape.groups, device)
     streamed = np.array(TABLES, np.int32)
     for query_lens in ([1, 1], [12, 3]):

@@ -17,7 +17,7 @@ from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.offload_tiers import OffloadTiers
 from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.store_format import Slots
-from pagemill.kvcache.transfers import Transfers
+from pagemill.kvcache.transfers import Transfers, piece_of
 from pagemill.memory.work import Load, Save
 
 ROOM = 12
@@ -61,6 +61,28 @@ def bench(request, tmp_path, monkeypatch):
     yield bench
     bench.transfers.close()
     bench.tier.close()
+
+
+def test_large_loads_have_large_pieces_and_small_ones_keep_all_threads_busy():
+    mib = 1 << 20
+    assert [piece_of(blocks, 2 * mib, 4) for blocks in (1, 8, 32, 120, 1000)] == [2, 2, 8, 15, 15]
+    assert piece_of(1000, 64 * mib, 4) == 1
+    for record_bytes in (2 * mib, 368 << 10):  # with the frames' numbers, as pinned memory comes
+        assert piece_of(1000, record_bytes, 4) * (record_bytes + 8) <= 32 * mib
+
+
+def test_a_load_is_cut_into_pieces_that_hold_all_of_it(bench, monkeypatch):
+    monkeypatch.setattr(transfers_module, "PIECE_BYTES", 4 * bench.tiers.record_bytes)
+    monkeypatch.setattr(transfers_module, "LEAST_PIECE_BYTES", bench.tiers.record_bytes)
+    pieces, write = [], bench.frames.write
+    monkeypatch.setattr(
+        bench.frames, "write", lambda frames, after: (pieces.append(len(frames)), write(frames, after))[1]
+    )
+    for blocks, expected in ((CHAIN[:3], [1, 1, 1]), (CHAIN, [2, 2, 2]), (CHAIN + OTHERS, [3, 3, 3, 3])):
+        pieces.clear()
+        bench.evict(blocks)
+        bench.load(blocks)
+        assert pieces == expected
 
 
 @pytest.mark.parametrize("use", ["load", "evict"])

@@ -243,8 +243,6 @@ def _access_frames(worker: Worker, message: Any) -> Any:
                         place[:] = record.reshape(place.shape)
             except PagemillError as error:
                 return error
-            finally:
-                worker.frames.follow_writes()
             return None
         case FrameWrites():
             (worker.frames.begin_writes if message.begin else worker.frames.end_writes)()

@@ -84,10 +84,6 @@ class ShardedFrames:
                 place[:] = record
         self._ask([WriteFrames([*frames], told, part.tobytes()) for part in others])
 
-    def follow_writes(self) -> None:
-        """Lets this rank's device follow; the others' have done so when they answered."""
-        self._own.follow_writes()
-
     def _tell(self, message: FrameWrites) -> None:
         with suppress(KVStoreError):
             self._ask([message] * len(self._ranks))

@@ -58,9 +58,6 @@ class FrameAccess(Protocol):
     def end_writes(self) -> None: ...
 
     def write(self, frames: Sequence[int], after: Any) -> AbstractContextManager[Places]:
-        """Gives a place for each frame's record, to be filled by any thread. When the context ends, the frames hold
-        them, or a device has been asked to copy them; what was not filled is undefined. What `after` marks comes first.
-        Raises KVStoreError, on leaving, if a disk does not take them."""
-
-    def follow_writes(self) -> None:
-        """Lets what the device is asked to do from now on follow the writes that have ended. Waits for nothing."""
+        """Gives a place for each frame's record, to be filled by any thread. When the context has ended, the frames
+        hold them; what was not filled is undefined. What `after` marks comes first. Nobody may use the frames before,
+        and nobody but the caller waits. Raises KVStoreError, on leaving, if a disk does not take them."""

@@ -28,8 +28,8 @@ _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class FrameStorage(Protocol):
-    """Holds frames as contiguous pieces, each of the same size in every frame. `read`, `begin_read`, `mark`, `write`
-    and `follow_writes` are those of `FrameAccess`."""
+    """Holds frames as contiguous pieces, each of the same size in every frame. `read`, `begin_read`, `mark` and
+    `write` are those of `FrameAccess`."""
 
     bytes: Tensor
     """uint8 [pieces, frames, piece bytes]"""
@@ -45,8 +45,6 @@ class FrameStorage(Protocol):
     def mark(self) -> object | None: ...
 
     def write(self, frames: Sequence[int], after: Any = None) -> AbstractContextManager[Places]: ...
-
-    def follow_writes(self) -> None: ...
 
     def release(self, begin: int, end: int) -> None:
         """Gives the memory of frames begin .. end - 1 back, where that can be; then they hold nothing of use."""
@@ -103,9 +101,6 @@ class HostFrames:
     @contextmanager
     def write(self, frames: Sequence[int], after: Any = None) -> Iterator[Places]:
         yield [self._array[:, frame] for frame in frames]
-
-    def follow_writes(self) -> None:
-        """Does nothing: writes are over when they end."""
 
     def release(self, begin: int, end: int) -> None:
         pieces, frames, size = self._array.shape

@@ -3,7 +3,8 @@
 Blocks come and go on streams of their own, beside what the GPU computes. Those that go are first copied aside, which
 takes a GPU a few microseconds, so that their frames can be written at once. From there they go to page-locked
 ("pinned") host memory, which a GPU copies to by itself at the bus's speed. Those that come are put into such memory,
-and go to their frames together. Torch keeps it for the next ones once nobody holds the records.
+go to the device together, and a kernel puts them into their frames. Who brings them waits until they are there, so that
+nothing the GPU computes waits for the bus. Torch keeps pinned memory for the next ones once nobody holds the records.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ COPY_BYTES = 16 << 20
 """Frames are copied together through so much memory of the device."""
 WIDEST = 16
 """Bytes at whose multiples records begin: a view of any type may."""
-STAGED = 4
-"""The most writings that are under way, after which the next one waits for the bus."""
-RUN_BYTES = 1 << 20
-"""Records go straight to their frames if those that lie side by side have so many bytes on average. Others go to the
-device's memory as one, from where a kernel puts them into their frames: a copy takes some microseconds to begin."""
+STAGED = 3
+"""The most writings whose records lie on the device beside their frames: while one is on the bus, the next one waits
+for it, and another is being put into frames."""
 
 
 class GpuFrames:
-    """Keeps frames in a device's memory. Copies are asked for by one thread, reads and writes by any.
+    """Keeps frames in a device's memory. Copies are asked for by one thread, reads and writes by any. Nobody may use
+    frames that are being written.
 
     more: bytes that lie behind the frames, in one piece with them. Raises KVMemoryError if the memory cannot be had.
     """
@@ -55,19 +55,18 @@ class GpuFrames:
             raise not_allocated(nbytes + more, streams.where, error) from error
         self.bytes = memory[:nbytes].view(pieces, frames, piece_bytes)
         self._streams = streams
-        self._loads, self._saves = streams.stream(), streams.stream()
+        self._saves, self._numbers = streams.stream(), streams.stream()
+        self._loads, self._puts = streams.stream(), streams.stream()
+        """The bus brings records in the one, and a kernel puts them into frames in the other: the bus goes on while
+        that waits for computations."""
         self._at_once = max(1, COPY_BYTES // (pieces * piece_bytes))
         self._on_their_way: deque[Snapshot] = deque()
         self._lock = threading.Lock()
-        self._coming: deque[Event] = deque()
-        self._written: Event | None = None
-        """The last writing that nothing follows yet."""
-        self._writing = threading.Lock()
+        self._staged = threading.Semaphore(STAGED)
 
     def copy(self, source: ArrayLike, target: ArrayLike) -> list[int]:
         """Copies many frames at once, in the order of computations, and waits for nothing. Raises IndexError for frames
         that do not exist."""
-        self.follow_writes()
         here, there = np.asarray(source).tolist(), np.asarray(target).tolist()
         words = self._words()
         for first in range(0, len(here), self._at_once):
@@ -87,7 +86,6 @@ class GpuFrames:
         """Copies frames aside in the order of computations, and from there to the host beside these."""
         if not len(frames):
             return Reading(np.empty((0, self.bytes[:, 0].numel()), dtype=np.uint8), [])
-        self.follow_writes()
         with self._lock:
             waiting = self._on_their_way
             while waiting and (len(waiting) >= SNAPSHOTS or waiting[0].arrived.query()):
@@ -98,12 +96,16 @@ class GpuFrames:
             except KVStoreError as error:
                 logger.warning("%s", error)
                 return Reading(np.zeros((len(frames), self.bytes[:, 0].numel()), np.uint8), [False] * len(frames))
-            records = self._words().transpose(0, 1).index_select(0, self._upload(list(frames)))
+            with self._streams.use(self._numbers):  # while computations go on, and before loads that wait for the bus
+                numbers = self._upload(list(frames))
+                come = self._numbers.record_event()
+            self._streams.compute.wait_event(come)
+            records = self._words().transpose(0, 1).index_select(0, numbers)
             self._saves.wait_event(self._streams.compute.record_event())
             with self._streams.use(self._saves):
                 self._streams.copy(records.view(-1).view(torch.uint8), host)
                 arrived = self._saves.record_event()
-            waiting.append(Snapshot(records, arrived))
+            waiting.append(Snapshot(records, numbers, arrived))
         return Reading(host.numpy().reshape(len(frames), -1), [True] * len(frames), arrived.synchronize)
 
     def _words(self) -> Tensor:
@@ -111,8 +113,8 @@ class GpuFrames:
         return self.bytes if self.bytes.shape[2] % 8 else self.bytes.view(torch.int64)
 
     def _upload(self, frames: list[int]) -> Tensor:
-        """Returns numbers of frames on the device, int64 [n], for computations. Raises IndexError for those that
-        do not exist: if the device found them, it would be lost. Waits for the device where no memory can be pinned."""
+        """Returns numbers of frames on the device, int64 [n], in the stream in use. Raises IndexError for those that do
+        not exist: if the device found them, it would be lost. Waits for the device where no memory can be pinned."""
         self._check(frames)
         try:
             host = self._streams.pinned(8 * len(frames))
@@ -133,25 +135,31 @@ class GpuFrames:
 
     @contextmanager
     def write(self, frames: Sequence[int], after: Event | None = None) -> Iterator[Places]:
-        """Gives places in pinned memory, which the GPU copies to the frames beside computations: they follow where
-        `follow_writes` says so. Raises IndexError for frames that do not exist, and KVStoreError where there is no such
-        memory."""
+        """Gives places in pinned memory, which the GPU copies to the frames beside computations; waits until it has.
+        Raises IndexError for frames that do not exist, and KVStoreError where there is no such memory."""
         if not len(frames):
             yield []
             return
         self._check(frames)
         pieces, _, piece_bytes = self.bytes.shape
         head = -(-8 * len(frames) // WIDEST) * WIDEST
-        self._wait_for_room()
         host = self._pinned(head + len(frames) * pieces * piece_bytes)
         yield host.numpy()[head:].reshape(len(frames), pieces, piece_bytes)
         host.numpy()[: 8 * len(frames)].view(np.int64)[:] = frames
-        with self._writing:
-            try:
-                self._put(frames, host, head, after)
-            finally:
-                self._written = self._loads.record_event()
-                self._coming.append(self._written)
+        with self._staged:
+            with self._streams.use(self._loads):
+                staged = torch.empty(len(host), dtype=torch.uint8, device=self._streams.where)
+                self._streams.copy(host, staged)
+                come = self._loads.record_event()
+            with self._streams.use(self._puts):
+                self._puts.wait_event(come)
+                if after is not None:
+                    self._puts.wait_event(after)
+                words, numbers = self._words(), staged[: 8 * len(frames)].view(torch.int64)
+                records = staged[head:].view(words.dtype).view(len(frames), pieces, -1)
+                words.index_copy_(1, numbers, records.transpose(0, 1))
+                put = self._puts.record_event()
+            put.synchronize()
 
     def _pinned(self, nbytes: int) -> Tensor:
         """Returns pinned memory for records. Raises KVStoreError where the system gives no more of it, as within a
@@ -161,54 +169,15 @@ class GpuFrames:
         except RuntimeError as error:
             raise KVStoreError(f"{nbytes} bytes of host memory cannot be pinned for blocks: {error}") from error
 
-    def _wait_for_room(self) -> None:
-        """Waits until fewer than STAGED writings are under way. Holds nothing meanwhile that computations need: these
-        may have to come first."""
-        while True:
-            with self._writing:
-                while self._coming and self._coming[0].query():
-                    self._coming.popleft()
-                oldest = self._coming[0] if len(self._coming) >= STAGED else None
-            if oldest is None:
-                return
-            oldest.synchronize()
-
-    def _put(self, frames: Sequence[int], host: Tensor, head: int, after: Event | None) -> None:
-        """Copies records, behind `head` bytes that begin with the frames' numbers, to their frames."""
-        pieces, _, piece_bytes = self.bytes.shape
-        runs = runs_of(frames)
-        with self._streams.use(self._loads):
-            if pieces == 1 and (len(host) - head) // len(runs) >= RUN_BYTES:
-                if after is not None:
-                    self._loads.wait_event(after)
-                for first, end in runs:
-                    records = host[head + first * piece_bytes : head + end * piece_bytes]
-                    frame = frames[first]
-                    self._streams.copy(records, self.bytes[0, frame : frame + end - first].view(-1))
-                return
-            staged = torch.empty(len(host), dtype=torch.uint8, device=self._streams.where)
-            self._streams.copy(host, staged)
-            if after is not None:
-                self._loads.wait_event(after)
-            words, numbers = self._words(), staged[: 8 * len(frames)].view(torch.int64)
-            records = staged[head:].view(words.dtype).view(len(frames), pieces, -1)
-            words.index_copy_(1, numbers, records.transpose(0, 1))
-
-    def follow_writes(self) -> None:
-        """Lets computations that are asked for from now on follow the writings that have ended."""
-        with self._writing:
-            written, self._written = self._written, None
-        if written is not None:
-            self._streams.compute.wait_event(written)
-
     def release(self, begin: int, end: int) -> None:
         """Keeps the memory: a device's is had as a whole."""
 
 
 class Snapshot(NamedTuple):
-    """Holds blocks on the device until they have arrived at the host."""
+    """Holds blocks on the device, and the numbers of their frames, until they have arrived at the host."""
 
     records: Tensor
+    numbers: Tensor
     arrived: Event
 
 

@@ -11,7 +11,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -19,8 +18,9 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from pagemill import _kernels
 from pagemill.errors import KVMemoryError
-from pagemill.kvcache.frame_access import Places, Records
+from pagemill.kvcache.frame_access import Place, Places, Records
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.pages import NOT_HUGE, private_memory
 from pagemill.memory.tier_shares import TierShares
@@ -66,10 +66,13 @@ class HostTier(ABC, Generic[Content]):
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         with self._lock:
             held = [self._held.get(block, self._leaving.get(block)) for block in blocks]
-        for place, entry in zip(out, held, strict=True):
-            if entry is not None:
-                place[:] = self._record(entry[0]).reshape(place.shape)
+        found = [(place, entry[0]) for place, entry in zip(out, held, strict=True) if entry is not None]
+        self._copy_out(found)
         return [entry is not None for entry in held]
+
+    def _copy_out(self, found: Sequence[tuple[Place, Content]]) -> None:
+        for place, content in found:
+            place[:] = self._record(content).reshape(place.shape)
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         with self._lock:
@@ -121,14 +124,17 @@ class HostTier(ABC, Generic[Content]):
 class HostStore(HostTier[NDArray[np.uint8]]):
     """Implements `OffloadStore` for `capacity` blocks. Thread-safe, but only one thread at a time may write.
 
-    cores: how many copy blocks that come; more than one where a device computes, and the host's cores are idle.
-    Raises KVMemoryError if the memory cannot be had.
+    cores: how many copy blocks; more than one where a device computes, and the host's cores are idle. Then so many
+    threads of the kernels copy, for one caller at a time, and places are arrays without gaps. Raises KVMemoryError if
+    the memory cannot be had.
     """
 
     def __init__(self, capacity: int, record_bytes: int, cores: int = 1) -> None:
         super().__init__(capacity)
         self.capacity = capacity
-        self._copiers = ThreadPoolExecutor(cores, thread_name_prefix="kv-copy") if cores > 1 else None
+        self._together = cores > 1
+        if self._together:
+            _kernels.set_num_threads(max(cores, _kernels.num_threads()))
         self._arena = _arena(capacity, record_bytes)
         self._free = list(self._arena[::-1])
         self._turn = threading.Condition(self._lock)
@@ -177,15 +183,19 @@ class HostStore(HostTier[NDArray[np.uint8]]):
     def _keep(self, coming: Mapping[tuple[bytes, int], tuple[BlockName, NDArray[np.uint8]]]) -> None:
         """Copies records to places, from which they are read then; so far, and meanwhile, from where they came."""
         placed = [(name, self._free.pop(), record) for name, record in coming.values()]
-        if self._copiers is None:
-            for _, place, record in placed:
-                place[:] = record
-        else:
-            for copied in [self._copiers.submit(np.copyto, place, record) for _, place, record in placed]:
-                copied.result()
+        self._copy([(place, record) for _, place, record in placed])
         with self._alone():  # nobody reads any more what the caller holds
             for name, place, _ in placed:
                 self._held[name[:2]] = place, name
+
+    def _copy_out(self, found: Sequence[tuple[Place, NDArray[np.uint8]]]) -> None:
+        self._copy(found)
+
+    def _copy(self, pairs: Sequence[tuple[Place, NDArray[np.uint8]]]) -> None:
+        if self._together:
+            _kernels.copy_records([np.asarray(place) for place, _ in pairs], [record for _, record in pairs])
+        else:
+            super()._copy_out(pairs)
 
     def _record(self, content: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return content
@@ -194,9 +204,7 @@ class HostStore(HostTier[NDArray[np.uint8]]):
         return 1
 
     def close(self) -> None:
-        """Ends threads; the memory goes with the object."""
-        if self._copiers is not None:
-            self._copiers.shutdown()
+        """Does nothing: the memory goes with the object."""
 
 
 class CompressedStore(HostTier[bytes]):

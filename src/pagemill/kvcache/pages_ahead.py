@@ -189,6 +189,3 @@ class PooledFrames:
     def write(self, frames: Sequence[int], after: Any) -> AbstractContextManager[Places]:
         self._pages.make(frames)
         return self._pool.frames.write(frames, after)
-
-    def follow_writes(self) -> None:
-        self._pool.frames.follow_writes()

@@ -86,7 +86,6 @@ class StreamingGpuFrames(GpuFrames):
         if max(here + there, default=0) < self._first:
             return super().copy(here, there)
         self._check(here + there)
-        self.follow_writes()
 
         def ways(pair: tuple[int, int]) -> tuple[bool, bool]:
             return pair[0] >= self._first, pair[1] >= self._first

@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20
 """The size of the pieces that a save is cut into."""
-PIECE_BYTES = 4 << 20
-"""The size of the pieces that a load is cut into, which are read side by side."""
+LEAST_PIECE_BYTES, PIECE_BYTES = 4 << 20, (32 << 20) - 4096
+"""The sizes of the pieces that a load is cut into, as many as there are threads, or more. Each piece takes as much of
+the interpreter whatever its size, so that small ones cannot fill a GPU's bus. With the numbers of its frames, the
+largest takes pinned memory of 32 MiB, which comes in powers of two."""
 
 PATIENCE_S = 0.5
 """Beside twice the seconds in which a load's blocks are computed, how long those of other engines may take."""
@@ -68,6 +70,12 @@ class UnderWay(NamedTuple):
     pieces: list[Piece | None]
 
 
+def piece_of(blocks: int, record_bytes: int, threads: int) -> int:
+    """Returns how many blocks each piece of a load of so many has."""
+    least, most = (max(1, nbytes // record_bytes) for nbytes in (LEAST_PIECE_BYTES, PIECE_BYTES))
+    return min(most, max(least, -(-blocks // threads)))
+
+
 class Transfers:
     """Saves and loads blocks. Its methods belong to one thread, the engine's.
 
@@ -82,7 +90,7 @@ class Transfers:
         self._frames = frames
         self._tiers = tiers
         self._batch = max(1, BATCH_BYTES // tiers.record_bytes)
-        self._piece = max(1, PIECE_BYTES // tiers.record_bytes)
+        self._num_threads = num_threads
         self._most_waiting = max(1, backlog_bytes // tiers.record_bytes)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
         self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-load")
@@ -189,10 +197,11 @@ class Transfers:
             self._frames.begin_writes()
         before = self._frames.mark()
         deadline_s = time.monotonic() + PATIENCE_S + 2 * len(load.blocks) * (self.block_s or UNMEASURED_BLOCK_S)
-        starts = range(0, len(load.blocks), self._piece)
+        count = piece_of(len(load.blocks), self._tiers.record_bytes, self._num_threads)
+        starts = range(0, len(load.blocks), count)
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
-            end = first + self._piece
+            end = first + count
             blocks = load.blocks[first:end]
             threads = self._fetchers if self._tiers.are_remote(blocks) else self._readers
             threads.submit(self._fetch, load.id, piece, blocks, load.frames[first:end], before, deadline_s)
@@ -235,7 +244,6 @@ class Transfers:
                 if not self._loads:
                     self._frames.end_writes()
         if over:
-            self._frames.follow_writes()
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
             spent = 0.0 if self._loads else self._loading_until - self._loading_since
             self._count(blocks_loaded=arrived, blocks_missed=wanted - arrived, loading_s=spent)
@@ -258,5 +266,4 @@ class Transfers:
         """Waits for what is under way."""
         self._readers.shutdown()
         self._fetchers.shutdown()
-        self._frames.follow_writes()  # before their memory may be another's
         self._writer.shutdown()
