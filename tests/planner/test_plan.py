@@ -14,10 +14,11 @@ from pagemill.errors import ConfigError
 from pagemill.planner.limits import Limits, find_capacity
 from pagemill.planner.load import Generated, Load, Traced
 from pagemill.planner.model_shape import find_shape
-from pagemill.planner.replica import Settings, run_trial
+from pagemill.planner.replica import Settings, _simulate, run_trial
 from pagemill.planner.search import Choices, _Search, make_plan
 from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_named
 from pagemill.simulate.roofline import Roofline, read_device, read_shape
+from pagemill.simulate.simulator import replay
 from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest
 
 SHORT = Workload(Lengths(300, 0.5, 440), Lengths(20, 0.5, 60), 512)
@@ -131,6 +132,34 @@ def test_a_trial_whose_slowest_requests_alone_break_a_limit_is_not_cut():
     for slack, cut in ((1.001, False), (0.9, True)):
         for limits in (Limits(slack * whole.tpot_p99_s), Limits(1.0, slack * whole.ttft_p99_s)):
             assert run_trial(roofline, Settings(1), trace, 5.0, limits).cut == cut
+
+
+@pytest.mark.parametrize(
+    ("asked", "memory", "preempts"),
+    [
+        ({}, 80e9, False),
+        ({"prompt": Lengths(20, 0.3, 40), "output": Lengths(100, 0.3, 160)}, 16.5e9, True),
+        ({"n": 2}, 80e9, False),
+        ({"timeout": 4.0}, 80e9, False),
+        ({"prefixes": 2, "prefix_len": 512, "context": 2048, "turns": 3, "think_s": 1}, 80e9, False),
+    ],
+)
+def test_what_is_left_out_of_a_simulation_changes_nothing(monkeypatch, asked, memory, preempts):
+    """Against one in which no sequence coasts and all blocks have names."""
+    if preempts:  # as nothing is where all lengths are known
+        monkeypatch.setattr("pagemill.scheduling.admission._fits_later", lambda *given: True)
+    device = replace(read_device("l4"), memory_bytes=int(memory), memory_share=1.0, working_bytes=1 << 28)
+    roofline = Roofline(device, read_shape("llama-3-8b"), "bfloat16")
+    trace = replace(SHORT, **asked).requests(8.0, 12.0)
+    quick = run_trial(roofline, Settings(1), trace, 8.0)
+    assert (quick.preemptions > 0) == preempts
+
+    def whole(*given, **options):
+        return replay(*given, **{**options, "coasts": False})
+
+    monkeypatch.setattr("pagemill.planner.replica.replay", whole)
+    plain = _simulate(roofline, Settings(1), trace, 8.0, None, caching=True)
+    assert plain == quick
 
 
 def test_what_binds_is_told_of_a_whole_trial():

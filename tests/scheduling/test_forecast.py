@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.memory.manager import MemoryManager
+from pagemill.scheduling.admission import _holds_apart
 from pagemill.scheduling.forecast import KEPT, AnswerLengths, Forecast, Growing, surely_fits
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.simulate.engine import END_TOKEN
@@ -112,6 +113,10 @@ def test_chances_are_chances_and_fall(answers):
         assert (np.diff(chances, axis=1) <= 1e-9).all()
 
 
+def columns(growing):
+    return np.array(growing, dtype=np.float64).reshape(-1, len(Growing._fields)).T
+
+
 SEQUENCE = st.tuples(st.integers(0, 40), st.integers(0, 200), st.integers(1, 300), st.booleans(), st.booleans())
 
 
@@ -131,16 +136,50 @@ def test_what_surely_fits_is_foreseen_to(sequences, answers, available):
     *running, new = [one._replace(held=one.entries) for one in growing]
     new = new._replace(held=0, coming=new.entries)
     blocks = sum(-(-(one.length + one.most) // BLOCK) for one in growing)
-    if surely_fits(new.coming + blocks, available):
-        assert Forecast(lengths, running, available, BLOCK, [None]).fits([new])
-    enough = next(count for count in range(10_000) if surely_fits(new.coming + blocks, count))
-    assert Forecast(lengths, running, enough, BLOCK, [None]).fits([new])
+    held, all_sure = sum(one.held for one in running), all(one.sure for one in growing)
+    if surely_fits(new.coming + blocks, available + held, all_sure):
+        assert Forecast(lengths, columns(running), available, BLOCK, [None]).fits([new])
+    enough = next(count for count in range(10_000) if surely_fits(new.coming + blocks, count + held, all_sure))
+    assert Forecast(lengths, columns(running), enough, BLOCK, [None]).fits([new])
 
 
 def test_a_window_bounds_what_a_sequence_grows_by():
     grows = Growing(held=4, entries=4, coming=0, length=16, has=1, most=1000, sure=True, limited=True)
     new = grows._replace(held=0, coming=4)
-    windowed = Forecast(AnswerLengths(), [grows], 40, BLOCK, [16])
-    full = Forecast(AnswerLengths(), [grows], 40, BLOCK, [None])
+    windowed = Forecast(AnswerLengths(), columns([grows]), 40, BLOCK, [16])
+    full = Forecast(AnswerLengths(), columns([grows]), 40, BLOCK, [None])
     assert windowed.fits([new])
     assert not full.fits([new])
+
+
+@given(st.lists(SEQUENCE, min_size=1, max_size=12), st.integers(0, 400))
+def test_where_all_lengths_are_sure_blocks_are_counted(sequences, available):
+    growing = [
+        Growing(0, -(-(prompt + has) // BLOCK), 0, prompt + has, has, most, sure=True, limited=limited)
+        for prompt, has, most, _, limited in sequences
+    ]
+    *running, new = [one._replace(held=one.entries) for one in growing]
+    room = available + sum(one.held for one in running)
+    expected = np.mean([one.has + one.most for one in growing])
+
+    def fits(step: float) -> bool:
+        blocks = sum(-(-(one.length + step - 1) // BLOCK) for one in growing if step <= one.most)
+        return blocks <= room * (0.7 + 0.3 * max(0.0, 1 - step / expected))
+
+    every = range(1, 1 + max(one.most for one in growing))
+    found = Forecast(AnswerLengths(), columns(running), available, BLOCK, [None]).fits(
+        [new._replace(held=0, coming=new.entries)]
+    )
+    assert found or not all(map(fits, every))
+    assert not found or all(fits(one.most) for one in growing)
+
+
+def test_blocks_that_two_tables_hold_do_not_come_free_with_one():
+    memory = MemoryManager(8, BLOCK, [None])
+    table = memory.open([], [], b"root", 0.0, 0).table
+    memory.reserve(table, BLOCK)
+    memory.commit(table, BLOCK, [1] * BLOCK, [])
+    assert _holds_apart(memory)
+    memory.fork(table, BLOCK)
+    assert not _holds_apart(memory)
+    assert not _holds_apart(MemoryManager(8, BLOCK, [None, 8]))

@@ -22,6 +22,7 @@ class Blocks:
                 whether it held one block all the time.
     group:      its layer group.
     owner:      of a published block, the number of the tenant in whose namespace it is.
+    num_shared: how many blocks have more than one reference.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -31,6 +32,7 @@ class Blocks:
         self.versions = array("I")
         self.group = array("i")
         self.owner = array("i")
+        self.num_shared = 0
         self._unused = array("i")  # ids that are no block's; the next one to be given out comes last
         self.grow(capacity)
 
@@ -66,6 +68,8 @@ class Blocks:
             references[block] = count + 1
             if not count:
                 woken.append(block)
+            elif count == 1:
+                self.num_shared += 1
         return woken
 
     def drop(self, blocks: Iterable[int]) -> list[int]:
@@ -77,6 +81,8 @@ class Blocks:
             references[block] = count
             if not count:
                 idle.append(block)
+            elif count == 1:
+                self.num_shared -= 1
         return idle
 
     def end(self, blocks: Iterable[int]) -> list[int]:

@@ -45,6 +45,9 @@ def _references(core: MemoryCore) -> None:
     named.update(block for _, _, blocks in core.held for block in blocks)
     for block, count in enumerate(core.blocks.references):
         _require(count == named[block], rule, f"block {block} has {count}, named by {named[block]}")
+    shared = sum(count > 1 for count in named.values())
+    counted = core.blocks.num_shared
+    _require(counted == shared, "shared blocks are counted", f"{shared} are shared, and {counted} counted")
 
 
 def _tables(core: MemoryCore) -> None:

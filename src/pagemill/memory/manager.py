@@ -332,9 +332,18 @@ class MemoryManager:
         """Returns how many tables hold each block, 0 for each -1."""
         return np.where(blocks < 0, 0, np.frombuffer(self.core.blocks.references, np.int32)[blocks])
 
-    def count_own(self, table: BlockTable) -> int:
-        """Returns how many of a table's blocks no other table holds, so that they would come free with it."""
-        return int((self.count_holders(np.array(table.held, np.int32)) == 1).sum())
+    def count_own(self, tables: Sequence[BlockTable]) -> npt.NDArray[np.int64]:
+        """Returns how many of each table's blocks no other table holds, so that they would come free with it."""
+        held = [table.held for table in tables]
+        own = self.count_holders(np.frombuffer(b"".join(held), np.int32)) == 1
+        before = np.concatenate(([0], np.cumsum(own)))
+        ends = np.cumsum([len(blocks) for blocks in held])
+        return np.diff(before[np.concatenate(([0], ends))])
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Returns whether any block is held by more than one table."""
+        return self.core.blocks.num_shared > 0
 
     @property
     def num_published(self) -> int:

@@ -159,6 +159,26 @@ def run_trial(
 
     limits: given, the trial is cut once it is certain that its p99 breaks one.
     """
+    if settings.kv_host_memory == 0 and not any(one.hash_ids or one.num_sequences > 1 for one in trace):
+        # Nothing can be found again but what a preempted sequence had: without one, names of blocks change nothing.
+        trial = _simulate(roofline, settings, trace, rate, limits, caching=False)
+        if trial is not None:
+            return trial
+    trial = _simulate(roofline, settings, trace, rate, limits, caching=True)
+    assert trial is not None
+    return trial
+
+
+def _simulate(
+    roofline: Roofline,
+    settings: Settings,
+    trace: Sequence[TracedRequest],
+    rate: float,
+    limits: Limits | None,
+    *,
+    caching: bool,
+) -> Trial | None:
+    """Simulates a replica. caching: whether blocks can be found again; without, None once a sequence is preempted."""
     # Compaction takes no simulated time and changes no table: without it the same is served, but for a cached block
     # that it may evict a little sooner.
     setup = Setup(
@@ -175,7 +195,7 @@ def run_trial(
         block_bytes = roofline.shape.frame_bytes(setup.block_size)
         speed = roofline.device.efficiency["link"] * link
         tier = LowerTier(memory, int(host / block_bytes), block_bytes / speed)
-    scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
+    scheduler = setup.scheduler(memory, caching=caching, stored=None if tier is None else tier.stored)
     first = next(index for index, one in enumerate(trace) if one.arrival_s >= WARM_UP * trace[-1].arrival_s)
     widest = max(one.num_sequences for one in trace)
     latest, most_rows = -1, 0
@@ -193,8 +213,15 @@ def run_trial(
             running_s += seconds * scheduler.num_running
             short_s += seconds * (scheduler.state.crowded and batch.num_free > 0)
 
-    stops = never if limits is None else _Breaking(limits, trace[first].arrival_s, len(trace) - first)
-    outcome = replay(trace, scheduler, roofline, [look], tier=tier, stops=stops)
+    breaking = never if limits is None else _Breaking(limits, trace[first].arrival_s, len(trace) - first)
+
+    def stops(one: Served) -> bool:
+        return breaking(one) or (not caching and scheduler.preemptions > 0)
+
+    coasts = tier is None and memory.windows == (None,) and all(one.timeout is None for one in trace)
+    outcome = replay(trace, scheduler, roofline, [look], tier=tier, stops=stops, coasts=coasts)
+    if not caching and outcome.preemptions:
+        return None
     counted_s = busy_s or math.inf
     shares = [part_s / counted_s for part_s in (running_s, held_s, short_s)]
     return _trial(outcome, outcome.served[first:], shares, rate, most_rows)

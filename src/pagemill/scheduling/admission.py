@@ -5,9 +5,11 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from pagemill.memory.manager import Opened
+import numpy as np
+
+from pagemill.memory.manager import MemoryManager, Opened
 from pagemill.scheduling import preemption
-from pagemill.scheduling.forecast import Forecast, Growing, surely_fits
+from pagemill.scheduling.forecast import Floats, Forecast, Growing, surely_fits
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.tenancy import TenantState
@@ -193,38 +195,70 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
     step = state.batch.steps
     if state.refused is not None and state.refused[0] is sequence and step < state.refused[1]:
         return False
-    available = memory.available(tenant.account)
-    most = sequence.num_rows * _most_blocks(state, sequence) + sum(_most_blocks(state, one) for one in state.running)
-    if surely_fits(demand.in_pool + most, available):
+    available, request = memory.available(tenant.account), sequence.request
+    most, held, all_sure = _most_held(state)
+    most += sequence.num_rows * -(-request.max_len // memory.block_size) * len(memory.windows)
+    if surely_fits(demand.in_pool + most, available + held, all_sure and request.ends_at_limit):
         state.refused = None
         return True
-    running = [_growing(state, one) for one in state.running]
-    forecast = Forecast(state.lengths, running, available, memory.block_size, memory.windows)
-    new = _growing(state, sequence)._replace(entries=-(-len(sequence.tokens) // memory.block_size))
-    others = [new] * (sequence.num_rows - 1)
-    fits = forecast.fits([new._replace(coming=demand.in_pool), *others])
-    state.refused = None if fits else (sequence, step + LOOK_AGAIN)
-    return fits
-
-
-def _most_blocks(state: SchedulerState, sequence: Sequence) -> int:
-    """Returns how many blocks a sequence holds at most, now or later."""
-    table, memory = sequence.table, state.memory
-    later = -(-max(sequence.request.max_len, len(sequence.tokens) + 1) // memory.block_size)
-    return len(memory.windows) * (later if table is None else max(later, table.num_entries))
-
-
-def _growing(state: SchedulerState, sequence: Sequence) -> Growing:
-    table, request = sequence.table, sequence.request
-    return Growing(
-        held=0 if table is None else state.memory.count_own(table),
-        entries=0 if table is None else table.num_entries,
+    state.settle()
+    forecast = Forecast(state.lengths, _growing(state), available, memory.block_size, memory.windows)
+    new = Growing(
+        held=0,
+        entries=-(-len(sequence.tokens) // memory.block_size),
         coming=0,
         length=len(sequence.tokens),
         has=sequence.num_output_tokens,
         most=max(1, request.max_len - len(sequence.tokens)),
         sure=request.ends_at_limit,
         limited=request.params.max_tokens is not None,
+    )
+    others = [new] * (sequence.num_rows - 1)
+    fits = forecast.fits([new._replace(coming=demand.in_pool), *others])
+    state.refused = None if fits else (sequence, step + LOOK_AGAIN)
+    return fits
+
+
+def _most_held(state: SchedulerState) -> tuple[int, int, bool]:
+    """Returns how many blocks all running sequences hold at most, now or later; how many would come free with one of
+    them, if that is plain; and whether all of them get exactly as many tokens as they may."""
+    memory = state.memory
+    size, groups = memory.block_size, len(memory.windows)
+    most, entries, all_sure = 0, 0, True
+    for one in state.running:
+        table, request = one.table, one.request
+        assert table is not None
+        now, later = len(table.blocks[0]), -(-request.max_len // size)
+        entries += now
+        most += later if later > now else now
+        all_sure = all_sure and request.ends_at_limit
+    return groups * most, entries if _holds_apart(memory) else 0, all_sure
+
+
+def _holds_apart(memory: MemoryManager) -> bool:
+    """Returns whether each entry of a table is a block that comes free with it."""
+    return memory.windows == (None,) and not memory.shares_blocks
+
+
+def _growing(state: SchedulerState) -> Floats:
+    """Returns what the running sequences hold and take, [fields of `Growing`, sequences]."""
+    running, tables = state.running, [one.table for one in state.running if one.table is not None]
+    requests = [one.request for one in running]
+    lengths = np.array([len(one.tokens) for one in running])
+    most = np.array([request.max_len for request in requests]) - lengths
+    entries = [len(table.blocks[0]) for table in tables]
+    return np.array(
+        (
+            entries if _holds_apart(state.memory) else state.memory.count_own(tables),
+            entries,
+            np.zeros(len(running)),
+            lengths,
+            lengths - [one.prompt_len for one in running],
+            np.maximum(1, most),
+            [request.ends_at_limit for request in requests],
+            [request.params.max_tokens is not None for request in requests],
+        ),
+        dtype=np.float64,
     )
 
 

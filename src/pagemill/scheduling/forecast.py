@@ -103,47 +103,54 @@ class Growing(NamedTuple):
 class Forecast:
     """Foresees the blocks that running sequences hold while they go on, and others that begin now.
 
-    available: blocks that nobody holds now. windows: by layer group, as in `MemoryManager`.
+    running: [fields of `Growing`, sequences]. available: blocks that nobody holds now. windows: by layer group, as in
+    `MemoryManager`.
     """
 
     def __init__(
         self,
         lengths: AnswerLengths,
-        running: AbstractSequence[Growing],
+        running: Floats,
         available: int,
         block_size: int,
         windows: AbstractSequence[int | None],
     ) -> None:
         self._lengths = lengths
-        self._running = list(running)
-        self._room = available + sum(one.held for one in running)
+        self._running = running
+        self._room = available + int(running[0].sum())
         self._block_size, self._windows = block_size, windows
 
     def fits(self, new: AbstractSequence[Growing]) -> bool:
         """Returns whether sequences that begin now will find the blocks that they and the running ones need."""
-        everyone = np.array(self._running + list(new), dtype=np.float64)[:, :, None]
-        held, entries, coming, length, has, most, sure, limited = everyone.transpose(1, 0, 2)
+        everyone = np.concatenate((self._running, np.array(new, dtype=np.float64).T), axis=1)[:, :, None]
+        held, entries, coming, length, has, most, sure, limited = everyone
         horizons = _horizons(most.ravel())
         needed = np.ceil((length + horizons - 1) / self._block_size)
         blocks = held + coming
         for window in self._windows:
             cap = np.inf if window is None else -(-window // self._block_size) + 1
             blocks = blocks + np.maximum(0.0, np.minimum(needed, cap) - np.minimum(entries, cap))
-        chance = np.where(sure > 0, 1.0, self._lengths.survival(has, horizons, limited)) * (horizons <= most)
-        mean, variance = (chance * blocks).sum(axis=0), (chance * (1 - chance) * blocks**2).sum(axis=0)
-        full, reach = has + most, np.where(sure > 0, 1.0, limited * self._lengths.reach_limit)
-        expected = reach * full + (1 - reach) * np.minimum(full, self._lengths.mean)
+        within, full = horizons <= most, has + most
+        if sure.all():  # no chance is left, and the same comes out
+            most_held, expected = (within * blocks).sum(axis=0), full
+        else:
+            chance = np.where(sure > 0, 1.0, self._lengths.survival(has, horizons, limited)) * within
+            mean, variance = (chance * blocks).sum(axis=0), (chance * (1 - chance) * blocks**2).sum(axis=0)
+            most_held = mean + DEVIATIONS * np.sqrt(variance)
+            reach = np.where(sure > 0, 1.0, limited * self._lengths.reach_limit)
+            expected = reach * full + (1 - reach) * np.minimum(full, self._lengths.mean)
         staggered = np.maximum(0.0, 1 - horizons / expected.mean())
         room = self._room * (AT_ONCE + (1 - AT_ONCE) * staggered)
-        return bool((mean + DEVIATIONS * np.sqrt(variance) <= room).all())
+        return bool((most_held <= room).all())
 
 
-def surely_fits(blocks: int, available: int) -> bool:
+def surely_fits(blocks: int, room: int, all_sure: bool) -> bool:
     """Returns whether a forecast would say that sequences fit, whatever it knows of lengths.
 
-    blocks: those that all of them would hold at most, together. available: those that nobody holds now.
+    blocks: those that all of them would hold at most, together. room: those that nobody holds now, or that come free
+    with one of them; fewer will do. all_sure: whether all get exactly as many tokens as they may.
     """
-    return MOST_HELD * blocks <= AT_ONCE * available
+    return (1.0 if all_sure else MOST_HELD) * blocks <= AT_ONCE * room
 
 
 def _horizons(most: Floats) -> Floats:

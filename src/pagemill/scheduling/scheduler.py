@@ -290,28 +290,29 @@ class Scheduler:
 
     # Steps
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def schedule(self, now: float, coasting: int = 0) -> StepPlan | None:
         """Returns the next step, or None if nothing can run before a step in flight is committed.
 
         A step without rows has frames to copy, before a load may use those that have come free.
+        coasting: in simulations, running sequences that take a token's place in the step and are not planned.
         """
         self.expire(now)
-        state, draft = self.state, StepDraft(self.max_num_batched_tokens)
+        state, draft = self.state, StepDraft(self.max_num_batched_tokens - coasting)
         state.put_off = False
         generating: Wanted = []
         prompts: Wanted = []
         for sequence in state.running:
-            if remaining := sequence.remaining:
+            if not sequence.open_ended and (remaining := sequence.remaining):
                 (generating if sequence.generates else prompts).append((remaining, sequence))
         self._continue(generating, draft, now)
-        if draft.planned:
-            self._pace(draft)
+        if draft.planned or coasting:
+            self._pace(draft, coasting)
             draft.budget = min(draft.budget, self.controller.prompt_tokens)
             draft.scored = SCORED_BESIDE
             draft.paced = self.tenants.paced(draft.planned, self.max_num_batched_tokens)
         self._continue(prompts, draft, now)
         admission.admit(state, draft, now)
-        if not draft.planned and not (self.memory.has_copies and not state.batch.flights):
+        if not (draft.planned or coasting or (self.memory.has_copies and not state.batch.flights)):
             return None
         ahead = bool(state.batch.flights)
         moved = 0 if ahead else self._unstreaming.step(state)
@@ -341,9 +342,9 @@ class Scheduler:
         blocks = state.loading.finish(load, arrived, now)
         state.resume(state.pending.computed(load, blocks) + state.pending.drop(load))
 
-    def note_step(self, plan: StepPlan, seconds: float) -> None:
+    def note_step(self, plan: StepPlan, seconds: float, coasting: int = 0) -> None:
         """Tells controller and drafter how long a step took that has been committed: since its beginning or, if that
-        was while another was in flight, since the commit of that one."""
+        was while another was in flight, since the commit of that one. coasting: as it was scheduled."""
         if not self._adapts and self.drafter is None:
             return
         generating = plan.num_generating
@@ -357,12 +358,12 @@ class Scheduler:
         if not self._adapts:
             return
         if self.pacer is not None:
-            self.pacer.note_step(seconds, prompt_tokens, generating)
+            self.pacer.note_step(seconds, prompt_tokens, generating + coasting)
         else:
-            self.controller.note_step(seconds, prompt_tokens, generating, self.num_running)
+            self.controller.note_step(seconds, prompt_tokens, generating + coasting, self.num_running)
         self.controller.note_memory(self.preemptions, self.memory.num_frames)
 
-    def _pace(self, draft: StepDraft) -> None:
+    def _pace(self, draft: StepDraft, coasting: int) -> None:
         """Sets how many prompt tokens a step takes beside the generating sequences that it has."""
         if self.pacer is None:
             return
@@ -371,7 +372,7 @@ class Scheduler:
         if not self.state.crowded:
             fitting = running * memory.num_frames // max(1, memory.num_frames - memory.num_available)
             batch = min(running + self.num_waiting, self.controller.max_running, fitting)
-        self.controller.prompt_tokens = self.pacer.prompt_tokens(sum(draft.planned.values()), batch)
+        self.controller.prompt_tokens = self.pacer.prompt_tokens(sum(draft.planned.values()) + coasting, batch)
 
     def _continue(self, wanted: Wanted, draft: StepDraft, now: float) -> None:
         """Plans running sequences, each with the tokens it has left to compute, as far as the budget goes.

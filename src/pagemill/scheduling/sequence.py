@@ -90,16 +90,14 @@ class Request:
     """False: it ends when its prompt has been computed."""
     stop_token_ids: frozenset[int] = field(init=False)
     reads_answer: bool = field(init=False)
+    ends_at_limit: bool = field(init=False)
+    """Whether nothing ends its sequences but their limit."""
 
     def __post_init__(self) -> None:
         self.samples = self.params.max_tokens != 0
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
         self.reads_answer = self.params.reads_answer
-
-    @property
-    def ends_at_limit(self) -> bool:
-        """Returns whether nothing ends its sequences but their limit."""
-        return self.params.ignore_eos and not self.stop_token_ids and not self.params.stop
+        self.ends_at_limit = self.params.ignore_eos and not self.stop_token_ids and not self.params.stop
 
     @property
     def width(self) -> tuple[str, int]:

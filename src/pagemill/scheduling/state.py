@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 
 from pagemill.memory.digest import extend_chain
@@ -32,6 +33,7 @@ class SchedulerState:
     refused:  the sequence for which no room was foreseen, and the step from which on to look again; None once another
               has stopped.
     put_off:  whether the last plan put something off until no step is in flight: blocks are to be moved or taken away.
+    settle:   called before the lengths of all running sequences are read: in simulations some may lag behind.
     """
 
     memory: MemoryManager
@@ -50,6 +52,7 @@ class SchedulerState:
     crowded: bool = False
     refused: tuple[Sequence, int] | None = None
     put_off: bool = False
+    settle: Callable[[], None] = lambda: None
 
     def __post_init__(self, stored: Stored | None) -> None:
         self.tenants = Tenancy(self.memory, self.pins, self.max_num_seqs)

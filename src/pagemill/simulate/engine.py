@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 from pagemill.errors import RequestTooLargeError
@@ -18,6 +18,7 @@ from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Request, Sequence, SequenceUpdate
 from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.simulate.coasting import Coasting
 from pagemill.simulate.continuations import beam_candidates
 from pagemill.simulate.step_time import StepModel, work_of
 from pagemill.simulate.trace import TracedRequest
@@ -70,6 +71,8 @@ class SimulatedEngine:
     max_tokens: what all requests set, at least; they end by `END_TOKEN`, and nobody knows before how long they become.
                 None: each sets its output length, and the scheduler is told that nothing else ends it.
     source:     blocks outside the pool; its `stored` must be the scheduler's.
+    coasts:     told of tokens that a sequence has got since; given, sequences coast (`simulate.coasting`). Then nobody
+                may look at them or at plans, all requests set their output length, and none may be aborted.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class SimulatedEngine:
         tokens: abc.Iterator[int] | None = None,
         max_tokens: int | None = None,
         source: Source | None = None,
+        coasts: abc.Callable[[Sequence, int], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.source = source
@@ -91,6 +95,8 @@ class SimulatedEngine:
         self._observe = observe
         self._tokens = count(OUTPUT_TOKENS) if tokens is None else tokens
         self._max_tokens = max_tokens
+        self._coasts = coasts
+        self.coasting = None if coasts is None else Coasting(scheduler, self._bring)
 
     def submit(
         self,
@@ -139,17 +145,23 @@ class SimulatedEngine:
         source, scheduler = self.source, self.scheduler
         if source is not None:
             source.finish_loads(scheduler, now)
-        plan = scheduler.schedule(now)
+        coasting = self.coasting
+        if coasting is not None:
+            coasting.prepare()
+        plan = scheduler.schedule(now, 0 if coasting is None else coasting.count)
         waits_s = 0.0 if source is None else source.start_transfers(scheduler, now)
         if plan is None:
             return Step(None, waits_s, 0.0, {}, [])
-        rows = {sequence.row: sequence for sequence in scheduler.state.running}
+        rows = {entry.sequence.row: entry.sequence for entry in scheduler.state.batch.flights[-1].entries}
         started = []
         for new in plan.new_rows:
             sequence = rows.get(new.row)  # none: the row is kept for a sequence that is to fork off
             if sequence is not None and (sequence.group is None or sequence.group.beams == [sequence]):
                 started.append(sequence.request.seed)
-        seconds = self._step_times.seconds(work_of(plan, self._groups))
+        work = work_of(plan, self._groups)
+        if coasting is not None:
+            work = work.join(coasting.work(self._groups))
+        seconds = self._step_times.seconds(work)
         if source is not None:
             source.note_step(plan, seconds)
         for observer in self._observe:
@@ -177,8 +189,24 @@ class SimulatedEngine:
             else:
                 logprobs.append(None)
         updates = self.scheduler.commit(StepResult(tokens, logprobs), now)
-        self.scheduler.note_step(plan, step.waits_s + step.seconds)
+        coasting = self.coasting
+        self.scheduler.note_step(plan, step.waits_s + step.seconds, 0 if coasting is None else coasting.count)
+        if coasting is not None:
+            coasting.step()
+            for update in updates:
+                if update.finish_reason is None:
+                    coasting.enter(update.sequence)
         return updates
+
+    def _bring(self, sequence: Sequence, count: int) -> None:
+        """Gives a sequence so many tokens that it got while it coasted."""
+        request, have = self._requests(sequence.request.seed), sequence.num_output_tokens
+        if request.continued_ids:
+            sequence.tokens += filter(None, map(request.answer_token, range(have, have + count)))
+        else:
+            sequence.tokens += islice(self._tokens, count)
+        assert self._coasts is not None
+        self._coasts(sequence, count)
 
     def _next_token(self, request: TracedRequest, sequence: Sequence) -> int | None:
         """Returns a sequence's next token if it ends there, or a later prompt may continue it: a first answer."""

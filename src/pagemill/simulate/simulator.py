@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
-from pagemill.scheduling.sequence import SequenceUpdate
+from pagemill.scheduling.sequence import Sequence, SequenceUpdate
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.engine import ROOT, Observer, SimulatedEngine, Step
 from pagemill.simulate.lower_tier import LowerTier
@@ -157,6 +157,7 @@ def replay(
     max_tokens: int | None = None,
     tier: LowerTier | None = None,
     stops: abc.Callable[[Served], bool] = never,
+    coasts: bool = False,
 ) -> Replay:
     """Serves the trace (in order of arrival), each request for exactly its output length, until all have ended.
 
@@ -169,9 +170,20 @@ def replay(
              None: each sets its output length, and the scheduler is told that nothing else ends it.
     tier:    host memory below the pool; its `stored` must be the scheduler's.
     stops:   told of each request that has ended, by itself or by its timeout; the replay stops where it says so.
+    coasts:  whether sequences coast, which is quicker, and no other replay but for the order of `gaps_s`. Not with a
+             tier or timeouts, not for models with windows, and not for observers of plans or of what sequences hold.
     """
     outcome = Replay()
     served = outcome.served
+    deadlines: list[tuple[float, int]] = []
+    ended: list[int] = []
+    now = 0.0
+
+    def coasted(sequence: Sequence, count: int) -> None:
+        one = served[sequence.request.seed]
+        one.num_tokens += count
+        one.last_token_s[sequence.index] = now
+
     engine = SimulatedEngine(
         scheduler,
         step_times,
@@ -179,10 +191,8 @@ def replay(
         observe=observe,
         max_tokens=max_tokens,
         source=tier,
+        coasts=coasted if coasts else None,
     )
-    deadlines: list[tuple[float, int]] = []
-    ended: list[int] = []
-    now = 0.0
     while now < until_s and not outcome.stopped:
         while len(served) < len(trace) and trace[len(served)].arrival_s <= now:
             request, number = trace[len(served)], len(served)
@@ -200,14 +210,18 @@ def replay(
                 break
             now = max(now, min(loaded_s, arrival_s))
             continue
-        now += step.seconds
+        began_s, now = now, now + step.seconds
         outcome.note_step(step, scheduler.num_running)
+        if engine.coasting is not None:
+            outcome.gaps_s.extend([now - began_s] * engine.coasting.count)
         ended += outcome.end_late(deadlines, now, [engine])
         for update in engine.end(step, now):
             if outcome.note(update, now):
                 ended.append(update.sequence.request.seed)
         outcome.stopped = any(stops(served[number]) for number in ended)
         ended.clear()
+    if engine.coasting is not None:
+        engine.coasting.settle()
     outcome.end_s = now
     outcome.preemptions = scheduler.preemptions
     return outcome

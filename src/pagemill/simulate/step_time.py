@@ -80,6 +80,10 @@ class StepWork(NamedTuple):
     keys: int
     new_rows: int = 0
 
+    def join(self, other: StepWork) -> StepWork:
+        """Returns the work of both, as of one step."""
+        return StepWork(*(one + another for one, another in zip(self, other, strict=True)))
+
 
 def work_of(plan: StepPlan, groups: LayerGroups) -> StepWork:
     """Returns the work in a plan, for a model of these layer groups."""
