@@ -25,6 +25,8 @@ from pagemill.kvcache.layout import FrameShape, block_major
 
 RESTS = {96: 8, 128: 8, 256: 416}
 """Bytes that heads of so many dimensions with remainders spill without matrix units: no tile is small enough."""
+WIDE_ON_BLACKWELL = 56
+"""Bytes that heads of 256 dimensions with remainders spill there."""
 NARROW = ("int8", "fp8_e4m3", "fp8_e5m2", "int8/int4", "int4", "int4_mixed")
 ROWS, TOKENS, CONTEXT, BLOCK_SIZE = 2, 101, 4096, 16
 
@@ -88,7 +90,11 @@ def launch(capability: int, case: Case) -> None:
 
 def spills(capability: int, case: Case) -> int:
     without_units = capability == 75 or case.element == torch.float32
-    return RESTS.get(case.head_dim, 0) if case.format == "int4_mixed" and without_units else 0
+    if case.format != "int4_mixed":
+        return 0
+    if without_units:
+        return RESTS.get(case.head_dim, 0)
+    return WIDE_ON_BLACKWELL if capability == 100 and case.head_dim == 256 else 0
 
 
 if __name__ == "__main__":
