@@ -13,7 +13,7 @@ from checked_device import CheckedEvent, OrderError
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import transfers
-from pagemill.kvcache.gpu_frames import SNAPSHOTS, GpuFrames, origins_of, runs_of
+from pagemill.kvcache.gpu_frames import SNAPSHOTS, STAGE_BYTES, STAGED, GpuFrames, origins_of, runs_of
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.offload_tiers import OffloadTiers
 from pagemill.kvcache.pages_ahead import PooledFrames
@@ -68,6 +68,25 @@ def test_no_reading_waits_until_there_are_too_many(device, frames, monkeypatch) 
     assert not told
     frames.begin_read([1])
     assert told
+
+
+def test_a_device_without_memory_for_what_comes_says_so_and_takes_later_ones(frames, monkeypatch) -> None:
+    make, before = torch.empty, contents(frames)
+
+    def full(size, **options):
+        if size == STAGE_BYTES:
+            raise torch.OutOfMemoryError("no memory")
+        return make(size, **options)
+
+    with monkeypatch.context() as none_left:
+        none_left.setattr(torch, "empty", full)
+        for _ in range(2 * STAGED):
+            with pytest.raises(KVStoreError, match="no memory for blocks that come"), frames.write([3]) as places:
+                places[0][:] = 7
+    assert (contents(frames) == before).all()
+    with frames.write([3]) as places:
+        places[0][:] = 7
+    assert (contents(frames)[3] == 7).all()
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from pagemill.kvcache import transfers as transfers_module
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.load_time import LoadTime
 from pagemill.kvcache.offload_tiers import OffloadTiers
 from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.store_format import Slots
@@ -65,7 +67,8 @@ def bench(request, tmp_path, monkeypatch):
 
 def test_large_loads_have_large_pieces_and_small_ones_keep_all_threads_busy():
     mib = 1 << 20
-    assert [piece_of(blocks, 2 * mib, 4) for blocks in (1, 8, 32, 120, 1000)] == [2, 2, 8, 15, 15]
+    assert [piece_of(blocks, 2 * mib, 4) for blocks in (0, 1, 8, 32, 120, 1000)] == [2, 2, 2, 8, 15, 15]
+    assert piece_of(64, 2 * mib, 4) == 8, "not four of 15 and one of 4, for which a thread would take twice as long"
     assert piece_of(1000, 64 * mib, 4) == 1
     for record_bytes in (2 * mib, 368 << 10):  # with the frames' numbers, as pinned memory comes
         assert piece_of(1000, record_bytes, 4) * (record_bytes + 8) <= 32 * mib
@@ -83,6 +86,37 @@ def test_a_load_is_cut_into_pieces_that_hold_all_of_it(bench, monkeypatch):
         bench.evict(blocks)
         bench.load(blocks)
         assert pieces == expected
+
+
+def test_a_load_from_others_comes_in_small_pieces_so_that_its_beginning_is_there_in_time(bench, monkeypatch):
+    monkeypatch.setattr(transfers_module, "PIECE_BYTES", 4 * bench.tiers.record_bytes)
+    monkeypatch.setattr(transfers_module, "LEAST_PIECE_BYTES", bench.tiers.record_bytes)
+    monkeypatch.setattr(bench.tiers, "are_remote", lambda blocks: True)
+    pieces, write = [], bench.frames.write
+    monkeypatch.setattr(
+        bench.frames, "write", lambda frames, after: (pieces.append(len(frames)), write(frames, after))[1]
+    )
+    bench.evict(CHAIN)
+    bench.load(CHAIN)
+    assert pieces == [1] * len(CHAIN)
+
+
+def test_a_load_counts_the_time_of_reading_it_not_of_what_comes_before_on_a_device(bench, monkeypatch):
+    write = bench.frames.write
+
+    @contextmanager
+    def behind_a_step(frames, after):
+        with write(frames, after) as places:
+            yield places
+        time.sleep(0.3)
+
+    monkeypatch.setattr(bench.frames, "write", behind_a_step)
+    noted = []
+    monkeypatch.setattr(LoadTime, "note", lambda self, blocks, seconds: noted.append(seconds))
+    bench.evict(CHAIN)
+    bench.load(CHAIN)
+    assert len(noted) == 1
+    assert noted[0] < 0.3
 
 
 @pytest.mark.parametrize("use", ["load", "evict"])

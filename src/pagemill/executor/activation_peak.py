@@ -10,11 +10,11 @@ import torch
 from pagemill.errors import KVMemoryError
 from pagemill.executor.device import Device
 from pagemill.executor.trial_steps import RunOver, Trial, prepare
-from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS, STAGED
+from pagemill.kvcache.gpu_frames import COPY_BYTES, SNAPSHOTS, STAGE_BYTES, STAGED
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
-from pagemill.kvcache.transfers import BATCH_BYTES, PIECE_BYTES
+from pagemill.kvcache.transfers import BATCH_BYTES
 
-TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES + STAGED * PIECE_BYTES
+TRANSFER_BYTES = COPY_BYTES + SNAPSHOTS * BATCH_BYTES + STAGED * STAGE_BYTES
 """Memory through which frames are copied, and blocks leave the device and come to it."""
 STREAMING_BYTES = 2 * COPY_BYTES
 """Streamed frames take so many bytes beside that: copies to them go through twice as much memory, and what is brought

@@ -38,6 +38,8 @@ WIDEST = 16
 STAGED = 3
 """The most writings whose records lie on the device beside their frames: while one is on the bus, the next one waits
 for it, and another is being put into frames."""
+STAGE_BYTES = 32 << 20
+"""The device's memory for a writing, or more where records take more."""
 
 
 class GpuFrames:
@@ -147,19 +149,28 @@ class GpuFrames:
         yield host.numpy()[head:].reshape(len(frames), pieces, piece_bytes)
         host.numpy()[: 8 * len(frames)].view(np.int64)[:] = frames
         with self._staged:
-            with self._streams.use(self._loads):
-                staged = torch.empty(len(host), dtype=torch.uint8, device=self._streams.where)
-                self._streams.copy(host, staged)
-                come = self._loads.record_event()
-            with self._streams.use(self._puts):
-                self._puts.wait_event(come)
-                if after is not None:
-                    self._puts.wait_event(after)
-                words, numbers = self._words(), staged[: 8 * len(frames)].view(torch.int64)
-                records = staged[head:].view(words.dtype).view(len(frames), pieces, -1)
-                words.index_copy_(1, numbers, records.transpose(0, 1))
-                put = self._puts.record_event()
-            put.synchronize()
+            self._put(len(frames), host, head, after)
+
+    def _put(self, count: int, host: Tensor, head: int, after: Event | None) -> None:
+        """Brings records, behind `head` bytes that begin with their frames' numbers, to the device, has them put into
+        frames, and waits for it. Raises KVStoreError where the device has no memory for them."""
+        with self._streams.use(self._loads):
+            try:  # one size, which torch finds again among what it keeps
+                memory = torch.empty(max(len(host), STAGE_BYTES), dtype=torch.uint8, device=self._streams.where)
+            except torch.OutOfMemoryError as error:
+                raise KVStoreError(f"the device has no memory for blocks that come: {error}") from error
+            staged = memory[: len(host)]
+            self._streams.copy(host, staged)
+            come = self._loads.record_event()
+        with self._streams.use(self._puts):
+            self._puts.wait_event(come)
+            if after is not None:
+                self._puts.wait_event(after)
+            words, numbers = self._words(), staged[: 8 * count].view(torch.int64)
+            records = staged[head:].view(words.dtype).view(count, self.bytes.shape[0], -1)
+            words.index_copy_(1, numbers, records.transpose(0, 1))
+            put = self._puts.record_event()
+        put.synchronize()
 
     def _pinned(self, nbytes: int) -> Tensor:
         """Returns pinned memory for records. Raises KVStoreError where the system gives no more of it, as within a

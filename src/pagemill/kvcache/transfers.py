@@ -71,9 +71,10 @@ class UnderWay(NamedTuple):
 
 
 def piece_of(blocks: int, record_bytes: int, threads: int) -> int:
-    """Returns how many blocks each piece of a load of so many has."""
+    """Returns how many blocks each piece of a load of so many has: all threads have as many pieces."""
     least, most = (max(1, nbytes // record_bytes) for nbytes in (LEAST_PIECE_BYTES, PIECE_BYTES))
-    return min(most, max(least, -(-blocks // threads)))
+    rounds = max(1, -(-blocks // (threads * most)))
+    return max(least, -(-blocks // (threads * rounds)))
 
 
 class Transfers:
@@ -197,7 +198,11 @@ class Transfers:
             self._frames.begin_writes()
         before = self._frames.mark()
         deadline_s = time.monotonic() + PATIENCE_S + 2 * len(load.blocks) * (self.block_s or UNMEASURED_BLOCK_S)
-        count = piece_of(len(load.blocks), self._tiers.record_bytes, self._num_threads)
+        record_bytes = self._tiers.record_bytes
+        if self._tiers.are_remote(load.blocks):  # what comes over a slow link in time is a load's beginning
+            count = max(1, LEAST_PIECE_BYTES // record_bytes)
+        else:
+            count = piece_of(len(load.blocks), record_bytes, self._num_threads)
         starts = range(0, len(load.blocks), count)
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
@@ -215,16 +220,17 @@ class Transfers:
         before: Any,
         deadline_s: float,
     ) -> None:
-        begin = time.monotonic()
+        begin = read = time.monotonic()
         sources: list[int | None] = [None] * len(blocks)
         try:
             with self._frames.write(frames, before) as records:
                 found = self._tiers.read(blocks, records, deadline_s)
+                read = time.monotonic()  # from here on a device may wait for steps, as it would in any case
             sources = found
         except (KVStoreError, MemoryError) as error:
             logger.warning("%s", error)
         finally:
-            self._done.put((load, piece, Piece(sources, begin, time.monotonic())))
+            self._done.put((load, piece, Piece(sources, begin, read)))
 
     def finished(self, wait_s: float = 0.0) -> dict[int, list[bool]]:
         """Returns the loads that are over, by id, and which of their blocks have arrived. Waits up to `wait_s` if there
