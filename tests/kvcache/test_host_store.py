@@ -187,10 +187,9 @@ def test_cores_that_steps_leave_idle_copy_blocks(kernel_threads, monkeypatch, ov
     assert asked == [(4, RECORD, cores)]
 
 
-@pytest.mark.parametrize("cores", [1, 3])
-def test_who_reads_while_blocks_come_reads_them_whole(cores, monkeypatch):
+def test_who_reads_while_blocks_come_reads_them_whole(monkeypatch):
     """A reader may begin while a block still lies where it came from: `write` returns when it has been read."""
-    store, out = HostStore(3, RECORD, cores), np.zeros(RECORD, np.uint8)
+    store, out = HostStore(3, RECORD), np.zeros(RECORD, np.uint8)
     names, records = block(1, 7)
     started, go = threading.Event(), threading.Event()
 
