@@ -22,7 +22,7 @@ import torch
 from benchmarks.gpu_decode import BLOCK_SIZE, Sizes, decode_batch, random_weights
 from benchmarks.gpu_forms import best_forms
 from benchmarks.gpu_products import read
-from benchmarks.on_gpu import Ceilings, heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import Ceilings, capture, heading, keep, measure_ceilings, median_ms, need_gpu
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch
@@ -77,24 +77,6 @@ def variants_of(backend: Backend, capability: tuple[int, int], forms: tuple[Form
         "Triton": backend._replace(ops=FewRows(capability, forms), attention=usual),
         "Triton, early": backend._replace(ops=FewRows(capability, forms, early=True), attention=early),
     }
-
-
-def captured(step: Step) -> tuple[Callable[[], object], Tensor]:
-    """Returns a replay of the step's CUDA graph, and the tensor that it writes."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(2):  # kernels are compiled, and libraries take their workspaces
-            step()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step()
-
-    def replay(inputs: Step = step) -> None:  # a graph reads its inputs where they lay: they must stay
-        graph.replay()
-
-    return replay, logits
 
 
 def uncaptured(step: Step) -> tuple[Callable[[], object], Tensor]:
@@ -215,7 +197,7 @@ def main() -> None:
     forms = forms_of(capability) if options.forms is None else best_forms(read(options.forms))
     print(f"forms: {forms}", flush=True)
     variants = variants_of(select_backend("cuda"), capability, forms)
-    results = list(run(Sizes(), cases, ceilings, median_ms, variants, dtype, captured, watch))
+    results = list(run(Sizes(), cases, ceilings, median_ms, variants, dtype, capture, watch))
     print(f"\n{table(results)}")
     keep(options.json, ceilings, [asdict(at) for at in results])
 

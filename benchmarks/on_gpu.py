@@ -7,10 +7,11 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 DEVICE = "cuda"
 WARM_MS, RUNS_MS = 25, 200
 """For how long something runs before it is timed, and while it is."""
@@ -46,10 +47,8 @@ def median_ms(run: Callable[[], object]) -> float:
     return float(triton.testing.do_bench(run, warmup=WARM_MS, rep=RUNS_MS, return_mode="median"))
 
 
-def captured(step: Callable[[], object]) -> Callable[[], object]:
-    """Returns a replay of a step's CUDA graph; the step itself where there is no GPU."""
-    if not torch.cuda.is_available():
-        return step
+def capture(step: Callable[[], T]) -> tuple[Callable[[], object], T]:
+    """Returns a replay of a step's CUDA graph, and the step's result, which each replay overwrites."""
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -58,12 +57,17 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        result = step()
 
-    def replay(inputs: Callable[[], object] = step) -> None:  # a graph reads its inputs where they lay: they must stay
+    def replay(inputs: Callable[[], T] = step) -> None:  # a graph reads its inputs where they lay: they must stay
         graph.replay()
 
-    return replay
+    return replay, result
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Returns a replay of a step's CUDA graph; the step itself where there is no GPU."""
+    return capture(step)[0] if torch.cuda.is_available() else step
 
 
 def measure_ceilings() -> Ceilings:

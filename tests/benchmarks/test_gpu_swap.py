@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from benchmarks.gpu_decode import Sizes
 from benchmarks.gpu_swap import Bus
 from benchmarks.moving_blocks import FramesAlone, ThroughHostTier
 from checked_device import CheckedDevice
+from inline_threads import InlineThreads
 
 from benchmarks import gpu_swap, moving_blocks
 from pagemill.attention.triton_backend import TritonAttention
@@ -37,26 +37,11 @@ pytestmark = pytest.mark.gpu
 BUS = Bus(2e9, 1e9)
 
 
-class Inline:
-    """Runs at once what a pool of threads would, since a device that checks sees one thread only."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def submit(self, call, *args):
-        done = Future()
-        done.set_result(call(*args))
-        return done
-
-    def shutdown(self):
-        pass
-
-
 @pytest.fixture
 def checked(monkeypatch):
     """Frames on a device that checks the order of what it is told."""
     for module in (moving_blocks, transfers):
-        monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
+        monkeypatch.setattr(module, "ThreadPoolExecutor", InlineThreads)
     with CheckedDevice() as device:
         frames = GpuFrames(1, 8, 64, device)
         frames.bytes.copy_(torch.arange(8, dtype=torch.uint8)[None, :, None])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from checked_device import CheckedEvent, OrderError
+from inline_threads import InlineThreads
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import transfers
@@ -248,21 +248,6 @@ def test_a_load_that_fails_changes_nothing(device, frames) -> None:
         assert len(places) == 0
 
 
-class Inline:
-    """Runs at once what a pool of threads would, since the device sees one thread only."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def submit(self, call, *args):
-        done = Future()
-        done.set_result(call(*args))
-        return done
-
-    def shutdown(self):
-        pass
-
-
 def run_transfers(device, frames, seed: int) -> None:
     """Saves, loads and computes at random, and checks what frames and store hold. Some records are damaged."""
     draw, size = random.Random(seed), frames.bytes[:, 0].numel()
@@ -308,12 +293,12 @@ def run_transfers(device, frames, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_transfers_keep_order_and_contents(device, frames, monkeypatch, seed) -> None:
-    monkeypatch.setattr(transfers, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(transfers, "ThreadPoolExecutor", InlineThreads)
     run_transfers(device, frames, seed)
 
 
 def test_transfers_that_do_not_come_behind_earlier_computations_are_found(device, frames, monkeypatch) -> None:
-    monkeypatch.setattr(transfers, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(transfers, "ThreadPoolExecutor", InlineThreads)
     monkeypatch.setattr(frames, "mark", lambda: None)
     with pytest.raises(OrderError, match=r"may still use|may not have written"):
         run_transfers(device, frames, 0)
