@@ -24,7 +24,7 @@ LAYERS = 32
 ROUGH_CYCLES = 3
 FINALISTS = 4
 SHARED_BYTES = (72 << 10, 108 << 10, 220 << 10)
-"""What a program of few rows may take: three, two, or one of them then fit into a multiprocessor."""
+"""Bytes that a program of few rows may take, so that three, two, or one of them fit into a multiprocessor."""
 PROGRAMS = (1, 264, 528, 1056)
 NEVER = float("inf")
 

@@ -44,7 +44,7 @@ FEW_BYTES, MANY_BYTES = 16 << 20, 240 << 20
 BUS_BYTES = 1 << 30
 TIER_BYTES = 2 << 30
 PARTS = (0.125, 0.5, 1.0)
-"""Of what the bus moves during a step, how much is asked for beside it."""
+"""Shares of what the bus moves during a step; each is asked for beside the step."""
 ROWS, CONTEXT = 32, 4096
 
 

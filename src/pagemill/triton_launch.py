@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
-"""Whether it is known of this Triton what it specializes on, and that its compiled kernels take all arguments in order,
-pointers as integers. Another one starts all kernels itself."""
+"""True for a Triton of which it is known what it specializes on, and that its compiled kernels take all arguments in
+order, pointers as integers. Another one starts all kernels itself."""
 Grid = tuple[int, int, int]
 
 

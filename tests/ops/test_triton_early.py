@@ -16,7 +16,7 @@ KERNELS = {
     "normalize", "turn_heads", "gate", "multiply_one", "multiply_few", "add_parts", "write_tokens", "attend_in_chunks",
     "merge_chunks",
 }  # fmt: skip
-"""Of a decode step."""
+"""Kernels of a decode step."""
 
 
 def test_every_kernel_of_a_step_waits_before_it_reads_or_writes() -> None:

@@ -1,5 +1,5 @@
-"""What stands beside torch's own attention: a row's keys and values are gathered out of its blocks, and results over
-parts of the keys merged, by the kernels in `triton_gather.py`."""
+"""Gathers a row's keys and values out of its blocks for torch's own attention, and merges results over parts of the
+keys. The kernels are in `triton_gather.py`."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Request:
     stop_token_ids: frozenset[int] = field(init=False)
     reads_answer: bool = field(init=False)
     ends_at_limit: bool = field(init=False)
-    """Whether nothing ends its sequences but their limit."""
+    """True: nothing ends its sequences but their limit."""
 
     def __post_init__(self) -> None:
         self.samples = self.params.max_tokens != 0
