@@ -8,8 +8,8 @@
 // how VNNI takes weights, and a tile of AMX too. With 4 bits a step is packed (quantized_steps.h, quantized_tables.h):
 // values q, and for each of its two halves of 32 k a slope and an offset per output. The weight is (slope * q + offset)
 // >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded to 8 bits. quantized_direct.h
-// multiplies few rows without writing them down as 8-bit lines. Four panels lie together, a piece of kStepsAtOnce steps
-// of each after the other: so a task reads one stream. Where VNNI multiplies bytes, which takes one side without sign,
+// multiplies few rows without writing them down as 8-bit lines. Four panels lie together, a group's steps of each after
+// the other: so a task reads one stream. Where VNNI multiplies bytes, which takes one side without sign,
 // weights are held 128 higher, and so is what they expand to.
 #pragma once
 
@@ -27,15 +27,14 @@
 
 namespace pagemill { namespace {
 
-// Groups of a tile's rows, and tiles, in the order in which a task passes over them.
+// The groups of all tiles, in the order in which a task passes over them.
 struct Rows {
     TileGroup* data;
-    int64_t of_tile, of_group;
+    int64_t tiles;
 
     Rows(int64_t tiles, int64_t steps)
-        : data((TileGroup*)caller_scratch(0, tiles * groups_of(steps) * sizeof(TileGroup))),
-          of_tile(steps <= kStepsAtOnce ? groups_of(steps) : 1), of_group(steps <= kStepsAtOnce ? 1 : tiles) {}
-    TileGroup& at(int64_t tile, int64_t group) const { return data[tile * of_tile + group * of_group]; }
+        : data((TileGroup*)caller_scratch(0, tiles * groups_of(steps) * sizeof(TileGroup))), tiles(tiles) {}
+    TileGroup& at(int64_t tile, int64_t group) const { return data[group * tiles + tile]; }
 };
 
 // A row's group of x rounded to whole steps, at most kMostX up or down; returns the step. It is a 127th of 4 times the
@@ -101,16 +100,17 @@ INLINE int64_t step_bytes(const PackedLinear& weight) {
 // Where a panel's step lies, in steps.
 INLINE int64_t place_of(const PackedLinear& weight, int64_t panel, int64_t step) {
     const int64_t steps = steps_of(weight.k), first = panel / kPanelsTogether * kPanelsTogether,
-                  before = step - step % kStepsAtOnce;
+                  before = step - step % kGroupSteps;
     const int64_t count = lesser<int64_t>(kPanelsTogether, (weight.n + kPanel - 1) / kPanel - first);
-    return first * steps + before * count + (panel - first) * lesser(steps - before, kStepsAtOnce) + step - before;
+    return first * steps + before * count + (panel - first) * lesser<int64_t>(steps - before, kGroupSteps) + step -
+           before;
 }
 
 INLINE const bf16* scales_of(const PackedLinear& weight, int64_t panel) {
     return (const bf16*)weight.scales + panel * groups_of(steps_of(weight.k)) * kPanel;
 }
 
-constexpr int64_t kBlockRows8 = 512, kAhead = 8192;
+constexpr int64_t kBlockRows8 = 512;
 
 struct QuantizedRun {
     const PackedLinear& weight;
@@ -120,7 +120,6 @@ struct QuantizedRun {
     DType type;
     Tiles tiles;
     int64_t group, block;  // panels and tiles in a task
-    int64_t together;  // panels that a tile passes over, so that what it writes lies together
     bool direct;
     Argmax* argmax;  // takes the outputs instead of y, if given
 
@@ -131,9 +130,9 @@ struct QuantizedRun {
         const int64_t tasks = (panels() + group - 1) / group;
         const int64_t first = task % tasks * group, last = lesser(first + group, panels());
         const int64_t tile_begin = task / tasks * block, tile_end = tile_begin + block;
-        const Products products(int((tiles.rows + tiles.count - 1) / tiles.count));
-        for (int64_t panel = first; panel < last; panel += together)
-            run_panels(products, panel, lesser(together, last - panel), tile_begin, tile_end, thread);
+        Products products(int((tiles.rows + tiles.count - 1) / tiles.count));
+        for (int64_t panel = first; panel < last; panel += kPanelsTogether)
+            run_panels(products, panel, lesser<int64_t>(kPanelsTogether, last - panel), tile_begin, tile_end, thread);
     }
 
     void run_direct(int64_t first, int64_t end, int thread) {
@@ -152,41 +151,38 @@ struct QuantizedRun {
         }
     }
 
-    void run_panels(const Products& products, int64_t panel, int64_t count, int64_t tile_begin, int64_t tile_end,
+    void run_panels(Products& products, int64_t panel, int64_t count, int64_t tile_begin, int64_t tile_end,
                     int thread) {
         const int64_t steps = steps_of(weight.k), groups = groups_of(steps), width = count * kPanel;
-        const int64_t piece_steps = lesser(steps, kStepsAtOnce);
-        const bool packed = weight.format == Format::int4, whole = piece_steps == steps;
-        const int64_t sums = (whole ? 1 : tile_end - tile_begin) * kRowsInTile * width;
-        char* scratch = (char*)thread_scratch(thread, sums * sizeof(float) + packed * count * piece_steps * kStepLines);
+        const bool packed = weight.format == Format::int4;
+        const int64_t sums = (tile_end - tile_begin) * kRowsInTile * width;
+        char* scratch = (char*)thread_scratch(thread, sums * sizeof(float) + packed * count * kGroupSteps * kStepLines);
         float* c = (float*)scratch;
         int8_t* expanded = (int8_t*)(c + sums);
+        const auto of_tile = [&](int64_t t) { return c + (t - tile_begin) * kRowsInTile * width; };
         const char* from = (const char*)weight.panels + place_of(weight, panel, 0) * step_bytes(weight);
-        for (int64_t step = 0; step < steps; step += piece_steps) {
-            const int64_t here = lesser(piece_steps, steps - step), g = step / kGroupSteps;
-            Piece piece{(const int8_t*)from, scales_of(weight, panel) + g * kPanel, groups * kPanel, here, kAhead};
+        for (int64_t step = 0; step < steps; step += kGroupSteps) {
+            const int64_t here = lesser<int64_t>(kGroupSteps, steps - step), g = step / kGroupSteps;
+            Piece piece{(const int8_t*)from, scales_of(weight, panel) + g * kPanel, groups * kPanel, here};
             const int64_t bytes = count * here * step_bytes(weight), begin = tiles.begin(tile_begin);
             const int64_t expand_rows = packed ? kExpandRows : 0, rows = expand_rows + tiles.begin(tile_end) - begin;
             const char* next = from + bytes;
             if (packed) {
-                const int64_t turns = count * here * kTurnsInStep;
                 expand_steps((const PackedStep*)from, count * here, expanded,
-                             kFetchEvenly ? NextPiece::evenly(next, bytes * expand_rows / rows, turns)
-                                          : NextPiece::evenly(from + kAhead, bytes, turns));
+                             NextPiece::evenly(next, bytes * expand_rows / rows, count * here * kTurnsInStep));
                 __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
                 piece.lines = expanded;
-                piece.ahead = 0;
             }
             from = next;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
-                float* out = c + (whole ? 0 : t - tile_begin) * kRowsInTile * width;
                 const auto fetch = NextPiece::evenly(next + bytes * (expand_rows + tiles.begin(t) - begin) / rows,
                                                      bytes * tiles.height(t) / rows, count * here * kStepK / 4);
-                products(&x.at(t, g), tiles.height(t), piece, count, out, step > 0, fetch);
-                piece.ahead = 0;
-                if (step + here == steps) write(out, panel, count, t);
+                products(&x.at(t, g), tiles.height(t), piece, count, of_tile(t), step > 0, fetch);
+                if (step + here == steps && t > tile_begin) write(of_tile(t - 1), panel, count, t - 1);
             }
         }
+        products.finish();
+        write(of_tile(tile_end - 1), panel, count, tile_end - 1);
     }
 
     void write(const float* c, int64_t panel, int64_t count, int64_t tile) const {
@@ -215,10 +211,10 @@ void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, 
     });
     const int64_t panels = (weight.n + kPanel - 1) / kPanel;
     const bool direct = weight.format == Format::int4 && m <= kDirectRows;
-    const int64_t together = direct ? 1 : panels_together(tiles.count, steps);
+    const int64_t together = direct ? 1 : kPanelsTogether;
     const int64_t wanted = lesser<int64_t>(64, panels * tiles.blocks / (int64_t(num_threads()) * 8));
     const int64_t group = greater<int64_t>(1, (wanted + together - 1) / together) * together;
-    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, tiles.count / tiles.blocks, together, direct, argmax};
+    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, tiles.count / tiles.blocks, direct, argmax};
     run_panels(run, m, tiles.blocks);
 }
 

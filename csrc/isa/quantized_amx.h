@@ -1,123 +1,153 @@
-// Products of integers on tiles (AMX): a tile product adds 64 k to 16 rows x 16 outputs. A step takes two, of x's high
-// and low parts; a group ends in fp32.
+// Products of integers on tiles (AMX): a tile product adds 64 k to 16 rows x 16 outputs. Tiles take weights without
+// sign and x with, as VNNI does. A row of x is two rows of a tile, of its upper bytes and of its lower ones, so 8 rows
+// fill a tile. While a group is multiplied, the sums of the one before are scaled and added.
 #pragma once
 
 #include "amx_tiles.h"
 #include "quantized_panels.h"
 #include "simd.h"
 
-#include <type_traits>
+#include <utility>
 
 #if defined(__AMX_INT8__)
 namespace pagemill { namespace {
 
-constexpr int kRowsInTile = 16;
-constexpr int kRaised = 0;
-constexpr int64_t kStepsAtOnce = int64_t(1) << 40;  // all of k
-constexpr bool kFetchEvenly = false;
-constexpr int64_t kExpandRows = 0;
+constexpr int kRowsInTile = 8;
+constexpr int kRaised = 128;
+constexpr int64_t kExpandRows = 24;  // the expansion of a piece takes as long as the products of so many rows
 constexpr int64_t kOwnOutputs8 = 0;  // cut_rows; each block expands the weights again
 
-// So many that what a tile of rows writes lies together, and 8-bit steps stay in the second-level cache.
-INLINE int64_t panels_together(int64_t tiles, int64_t steps) {
-    constexpr int64_t kTogetherBytes = 192 << 10;
-    return tiles == 1 ? 1 : greater<int64_t>(1, lesser<int64_t>(8, kTogetherBytes / (steps * kStepLines)));
-}
-
+// Row 2 r of a step has the upper bytes of x's row r, and the next one the lower bytes.
 struct alignas(64) TileGroup {
-    struct { int8_t high[kRowsInTile][kStepK], low[kRowsInTile][kStepK]; } step[kGroupSteps];
+    int8_t step[kGroupSteps][2 * kRowsInTile][kStepK];
+    int32_t correction[kRowsInTile];
     float scale[kRowsInTile];
 
     void put(const int32_t (*from)[kGroupK], int height, int length) {
-        for (int r = 0; r < height; ++r)
-            for (int s = 0; s < length / kStepK; ++s) {
-                const int32_t* x = from[r] + s * kStepK;
-                for (int i = 0; i < kStepK; ++i) step[s].high[r][i] = int8_t((x[i] + 128) >> 8);
-                for (int i = 0; i < kStepK; ++i) step[s].low[r][i] = int8_t(x[i]);
+        for (int r = 0; r < height; ++r) {
+            __m512i sum = _mm512_setzero_si512();
+            for (int i = 0; i < length; i += 16) {
+                const __m512i x = _mm512_load_si512(from[r] + i), above = _mm512_add_epi32(x, _mm512_set1_epi32(128));
+                int8_t* to = step[i / kStepK][2 * r] + i % kStepK;
+                sum = _mm512_add_epi32(sum, x);
+                _mm_store_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_srai_epi32(above, 8)));
+                _mm_store_si128((__m128i*)(to + kStepK), _mm512_cvtepi32_epi8(x));
             }
+            correction[r] = -kRaised * _mm512_reduce_add_epi32(sum);
+        }
     }
 };
 
-// Tiles 0 to 3 take sums (high, low; of an even and an odd group), 4 and 5 hold x, 6 the panel's step.
-// c [H][width] = a tile of rows times a panel.
-template <int H> void panel_product(const TileGroup* rows, const Piece& piece, int64_t panel, float* c, int64_t width) {
-    alignas(64) int32_t sums[2][2][H][kPanel];
-    F acc[H];
-    for (int r = 0; r < H; ++r) acc[r] = zero();
-    const int8_t* of_panel = piece.lines + panel * piece.panel_bytes();
-    const bf16* scales = piece.scales + panel * piece.scale_stride;
-    const int64_t groups = groups_of(piece.steps);
-    auto multiply = [&](int64_t g, auto second) {
-        if constexpr (second) {
-            _tile_zero(2);
-            _tile_zero(3);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-        }
-        for (int64_t s = g * kGroupSteps; s < lesser((g + 1) * kGroupSteps, piece.steps); ++s) {
-            const int8_t* lines = of_panel + s * kStepLines;
-            const auto& x = rows[g].step[s - g * kGroupSteps];
-            for (int64_t line = 0; piece.ahead && line < kStepLines; line += 64)
-                __builtin_prefetch(lines + piece.ahead + line, 0, 2);
-            _tile_loadd(4, x.high, 64);
-            _tile_loadd(5, x.low, 64);
-            _tile_loadd(6, lines, 64);
-            if constexpr (second) {
-                _tile_dpbssd(2, 4, 6);
-                _tile_dpbssd(3, 5, 6);
-            } else {
-                _tile_dpbssd(0, 4, 6);
-                _tile_dpbssd(1, 5, 6);
-            }
-        }
-        if constexpr (second) {
-            _tile_stored(2, sums[1][0], 64);
-            _tile_stored(3, sums[1][1], 64);
-        } else {
-            _tile_stored(0, sums[0][0], 64);
-            _tile_stored(1, sums[0][1], 64);
-        }
-    };
-    auto add = [&](int64_t g) {
-        const F scale = load(scales + g * kPanel);
-        const float* x = rows[g].scale;
-        for (int r = 0; r < H; ++r) {
-            const __m512i high = _mm512_load_si512(sums[g % 2][0][r]), low = _mm512_load_si512(sums[g % 2][1][r]);
-            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-            acc[r] = fma({_mm512_cvtepi32_ps(sum)}, scale * broadcast(x[r]), acc[r]);
-        }
-    };
-    multiply(0, std::false_type{});
-    for (int64_t g = 0; g < groups; g += 2) {
-        if (g + 1 < groups) multiply(g + 1, std::true_type{});
-        add(g);
-        if (g + 2 < groups) multiply(g + 2, std::false_type{});
-        if (g + 1 < groups) add(g + 1);
-    }
-    for (int r = 0; r < H; ++r) store(c + r * width, acc[r]);
-}
-
-// The products of a tile of rows with `count` panels; c [height][count * kPanel] takes them. All tiles are as high as
-// the highest, to the next even number; what the rows beyond give is dropped.
-struct Products {
-    int height;
-
-    explicit Products(int highest) : height(highest == 1 ? 1 : (highest + 1) / 2 * 2) {
-        const TileConfig config(height);
+// The products of tiles of rows with pieces of up to kPanelsTogether panels. What one call multiplies, the next one or
+// finish() adds to c. All tiles are as high as the highest, to the next even number: of c, [kRowsInTile][width], so
+// many rows are written.
+class Products {
+  public:
+    explicit Products(int highest) : height((highest + 1) / 2 * 2) {
+        const TileConfig config(2 * height);
         _tile_loadconfig(&config);
     }
     ~Products() { _tile_release(); }
 
-    void operator()(const TileGroup* x, int, const Piece& piece, int64_t count, float* c, bool,
-                    const NextPiece&) const {
-        run(x, piece, count, c, Upto<kRowsInTile / 2>{});
+    // `fetch` has a turn for each quad of each panel.
+    void operator()(const TileGroup* x, int, const Piece& piece, int64_t count, float* c, bool add, NextPiece fetch) {
+        with_count<kRowsInTile / 2>(height / 2, [&]<int Half>() {
+            if (count == kPanelsTogether)
+                return multiply<2 * Half, kPanelsTogether>(x, piece, 0, c, count * kPanel, add, fetch);
+            for (int64_t i = 0; i < count; ++i)
+                multiply<2 * Half, 1>(x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
+        });
     }
 
-    template <int... I> void run(const TileGroup* x, const Piece& piece, int64_t count, float* c,
-                                 Sequence<I...>) const {
-        static constexpr decltype(&panel_product<1>) table[] = {panel_product<1>, panel_product<I * 2 + 2>...};
-        for (int64_t i = 0; i < count; ++i) table[height / 2](x, piece, i, c + i * kPanel, count * kPanel);
+    void finish() {
+        for (int p = 0; p < last.panels; ++p)
+            for (int r = 0; r < height; ++r)
+                last.add_row(sums[now][p], p, r, load(last.scales + p * last.scale_stride));
+        last = {};
+    }
+
+  private:
+    typedef int32_t TileSums[2 * kRowsInTile][kPanel];
+
+    struct Multiplied {
+        int panels;
+        const TileGroup* x;
+        const bf16* scales;
+        int64_t scale_stride, width;
+        float* c;
+        bool add;
+
+        INLINE void add_row(const TileSums& sum, int panel, int row, F scale) const {
+            const __m512i upper = _mm512_load_si512(sum[2 * row]), lower = _mm512_load_si512(sum[2 * row + 1]);
+            const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower),
+                          all = _mm512_add_epi32(both, _mm512_set1_epi32(x->correction[row]));
+            float* out = c + row * width + panel * kPanel;
+            store(out, fma({_mm512_cvtepi32_ps(all)}, scale * broadcast(x->scale[row]), add ? load(out) : zero()));
+        }
+    };
+
+    const int height;
+    alignas(64) TileSums sums[2][kPanelsTogether];
+    int now = 0;
+    Multiplied last{};
+
+    template <int H, int P> void multiply(const TileGroup* x, const Piece& piece, int64_t panel, float* c,
+                                          int64_t width, bool add, NextPiece& fetch) {
+        const Multiplied before =
+            std::exchange(last, {P, x, piece.scales + panel * piece.scale_stride, piece.scale_stride, width, c, add});
+        const TileSums* const ready = sums[now];
+        now ^= 1;
+        F scale[P];
+        for (int p = 0; before.panels && p < P; ++p) scale[p] = load(before.scales + p * before.scale_stride);
+        auto between = [&](int s, int p) {
+            for (int64_t at = 0; at < kStepK / 4 * fetch.stride; at += 64) fetch_line(fetch.at + at);
+            fetch.at += kStepK / 4 * fetch.stride;
+            if (!before.panels) return;
+#pragma GCC unroll 8
+            for (int r = s * H / kGroupSteps; r < (s + 1) * H / kGroupSteps; ++r)
+                before.add_row(ready[p], p, r, scale[p]);
+        };
+        const int8_t* lines = piece.lines + panel * piece.panel_bytes();
+        _tile_zero(0);
+        if constexpr (P > 1) {
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+#pragma GCC unroll 3
+        for (int s = 0; s < kGroupSteps; ++s) {
+            const bool is_there = s < piece.steps;
+            const int8_t* of_panel = lines + s * kStepLines;
+            if (is_there) {
+                _tile_loadd(4, x->step[s], kStepK);
+                _tile_loadd(6, of_panel, 64);
+                _tile_dpbsud(0, 4, 6);
+            }
+            between(s, 0);
+            if constexpr (P > 1) {
+                if (is_there) {
+                    _tile_loadd(7, of_panel += piece.panel_bytes(), 64);
+                    _tile_dpbsud(1, 4, 7);
+                }
+                between(s, 1);
+                if (is_there) {
+                    _tile_loadd(6, of_panel += piece.panel_bytes(), 64);
+                    _tile_dpbsud(2, 4, 6);
+                }
+                between(s, 2);
+                if (is_there) {
+                    _tile_loadd(7, of_panel += piece.panel_bytes(), 64);
+                    _tile_dpbsud(3, 4, 7);
+                }
+                between(s, 3);
+            }
+        }
+        _tile_stored(0, sums[now][0], 64);
+        if constexpr (P > 1) {
+            _tile_stored(1, sums[now][1], 64);
+            _tile_stored(2, sums[now][2], 64);
+            _tile_stored(3, sums[now][3], 64);
+        }
     }
 };
 

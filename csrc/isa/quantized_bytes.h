@@ -20,14 +20,10 @@ constexpr int kRaised = 128;
 constexpr int kPanelsAtOnce = kPanelsTogether;
 #endif
 constexpr int kVectors = kPanel / W;  // of a panel
-constexpr int64_t kStepsAtOnce = kGroupSteps;
 // The next piece is fetched evenly over a piece's expansion, which takes as long as the products of kExpandRows rows,
 // and all its products: fetches in bursts hold them up.
-constexpr bool kFetchEvenly = true;
 constexpr int64_t kExpandRows = 6;
 constexpr int64_t kOwnOutputs8 = 24;  // cut_rows; each block expands the weights again
-
-INLINE int64_t panels_together(int64_t, int64_t) { return kPanelsTogether; }
 
 // Upper bytes follow each other by rows, in ascending k: threads read what others wrote, so the fewer lines the better.
 struct alignas(64) TileGroup {
@@ -165,6 +161,7 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
 // The products of a tile of rows with a piece of `count` panels; c [height][count * kPanel] takes them, or adds them.
 struct Products {
     explicit Products(int) {}
+    void finish() const {}
 
     // `fetch` has a turn for each quad of each panel.
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,

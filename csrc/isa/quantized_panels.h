@@ -50,7 +50,6 @@ struct Piece {
     const bf16* scales;  // the first group's
     int64_t scale_stride;
     int64_t steps;
-    int64_t ahead;  // bytes that a product fetches ahead, or 0
 
     int64_t panel_bytes() const { return steps * kStepLines; }
 };

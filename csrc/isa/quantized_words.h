@@ -15,12 +15,8 @@ constexpr int kRowsInTile = 4;
 constexpr int kRowsInTile = 2;
 #endif
 constexpr int kRaised = 0;
-constexpr int64_t kStepsAtOnce = kGroupSteps;
-constexpr bool kFetchEvenly = true;  // as quantized_bytes.h does
 constexpr int64_t kExpandRows = 2;
 constexpr int64_t kOwnOutputs8 = 24;  // cut_rows; each block expands the weights again
-
-INLINE int64_t panels_together(int64_t, int64_t) { return kPanelsTogether; }
 
 typedef int16_t SignedWords __attribute__((vector_size(4 * W)));
 
@@ -84,6 +80,7 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
 // The products of a tile of rows with a piece of `count` panels; c [height][count * kPanel] takes them, or adds them.
 struct Products {
     explicit Products(int) {}
+    void finish() const {}
 
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,
                     NextPiece fetch) const {
