@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_bench import Bench, expected, make_request, make_search
 
-from pagemill.errors import PoolTooSmallError, RequestTooLargeError
+from pagemill.errors import KVMemoryError, PoolTooSmallError, RequestTooLargeError
+from pagemill.tenant_limits import TenantLimits
 
 
 def test_a_device_that_fails_while_frames_go_ends_what_was_being_moved_and_nothing_else():
@@ -203,3 +204,16 @@ def test_what_can_never_fit_is_refused_at_once():
     bench.scheduler.add(make_request("fits", [1] * 10, 7, ignore_eos=True))
     bench.run()
     assert len(bench.outputs["fits", 0]) == 7
+
+
+def test_a_pool_above_the_least_is_refused_where_rounded_guarantees_leave_less():
+    """Of 39 blocks 7 and 19 are guaranteed to others, of 40 blocks 8 and 20."""
+    bench = Bench(frames=60)
+    for name, share in (("one", "20%"), ("other", "50%")):
+        bench.scheduler.set_tenant(name, TenantLimits(guaranteed_blocks=share))
+    bench.scheduler.add(make_request("r", [1] * 9, 44, ignore_eos=True))  # 13 blocks
+    assert bench.scheduler.least_frames == 39
+    with pytest.raises(KVMemoryError, match="could count on 12"):
+        bench.scheduler.resize(40, bench.now)
+    bench.resize(39)
+    bench.run()
