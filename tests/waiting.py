@@ -4,8 +4,9 @@ import time
 
 
 def wait_until(reached, message, within_s=10):
-    """Calls ``reached`` until it says yes; fails with ``message`` after ``within_s`` seconds."""
+    """Calls ``reached`` until it says yes; fails with ``message``, or with what it then returns, after ``within_s``
+    seconds."""
     deadline = time.monotonic() + within_s
     while not reached():
         time.sleep(0.02)
-        assert time.monotonic() < deadline, message
+        assert time.monotonic() < deadline, message() if callable(message) else message

@@ -1,4 +1,4 @@
-# The compiled CPU kernels (csrc/bindings.cpp). Arrays and tensors raise ValueError for another dtype or shape, or gaps
+# The compiled CPU kernels (csrc/bindings). Arrays and tensors raise ValueError for another dtype or shape, or gaps
 # between their elements. Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16, 2 fp16.
 
 from collections.abc import Callable, Sequence

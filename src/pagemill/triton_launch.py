@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
 KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
 """True for a Triton of which it is known what it specializes on, and that its compiled kernels take all arguments in
 order, pointers as integers. Another one starts all kernels itself."""
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Triton's names of the dtypes that kernels multiply in."""
 Grid = tuple[int, int, int]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from test_scheduler import Bench, expected, make_request
+from scheduler_bench import Bench, expected, make_request
 
 from pagemill.scheduling.compactor import REST, steps_left
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 
 import pytest
-from test_scheduler import Bench, expected, make_request
+from scheduler_bench import Bench, expected, make_request
 
 from pagemill.errors import PinLimitError, RequestTooLargeError, SessionLimitError, TooManyWaitingError
 from pagemill.namespace import Namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_scheduler import Bench, expected, make_request
+from scheduler_bench import Bench, expected, make_request
 
 from pagemill.scheduling.scheduler import SCORED_BESIDE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, repeat
 
 import pytest
-from test_scheduler import LOWER, Bench, expected, expected_of_search, make_request, make_search
+from scheduler_bench import LOWER, Bench, expected, expected_of_search, make_request, make_search
 
 from pagemill.errors import KVMemoryError, RequestTooLargeError
 from pagemill.scheduling.unstreaming import PATIENCE

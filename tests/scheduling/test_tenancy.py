@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_scheduler import Bench, expected, expected_of_search, make_request, make_search
+from scheduler_bench import Bench, expected, expected_of_search, make_request, make_search
 
 from pagemill.errors import (
     ConfigError,

@@ -4,6 +4,20 @@ import httpx
 import pytest
 
 
+@pytest.fixture(scope="module")
+def client(served):
+    import openai
+
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def http(served):
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        yield http
+
+
 @pytest.fixture
 def v1(served):
     """A client of the API; the sessions and pins that a test has made go with it."""

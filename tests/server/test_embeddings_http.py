@@ -2,17 +2,10 @@
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 MODEL = "smollm2-135m"
 TEXTS = ["The cat sat on the mat.", "A cat was sitting on a mat.", "Interest rates rose by half a point."]
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def vectors(answer) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from random import Random
 
-import openai
 import pytest
 
 from pagemill.frontend.outputs import CompletionOutput
@@ -94,12 +93,6 @@ def test_tokens_of_content_are_told_whatever_the_cut(before, content, behind):
 def test_tokens_behind_a_stop_string_wrote_nothing():
     assert claimed(["ab", "", "c", "STOP", "x"], "ab", [5]) == ("ab", [0])
     assert claimed(["a", "", "", "bST"], "ab", [1, 3]) == ("ab", [0, 1, 2, 3])
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def test_logprobs_are_those_of_chat(client, v1):

@@ -28,12 +28,6 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 LONG = "My name is Ada, and I live in a small house by the sea with two cats and a dog. Say hello."
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
 @pytest.fixture
 def calls_tools(served, monkeypatch):
     """Gives the model a chat template with tools and reasoning."""

@@ -5,6 +5,7 @@ import gc
 import socket
 import ssl
 import time
+import weakref
 
 import httpx
 import openai
@@ -108,17 +109,25 @@ def test_half_made_connections_give_way(issued, tls):
             assert status(issued, port) == b"200"
 
 
-def test_nothing_is_kept_of_handshakes_that_fail(tls):
+def test_nothing_is_kept_of_handshakes_that_fail(tls, monkeypatch):
+    made, begins = [], Connection.__init__
+
+    def noted(connection, *arguments, **more):
+        made.append(weakref.ref(connection))
+        begins(connection, *arguments, **more)
+
     def kept():
         gc.collect()
-        return sum(type(one) is Connection for one in gc.get_objects())
+        return [one for one in (each() for each in made) if one is not None]
 
+    monkeypatch.setattr(Connection, "__init__", noted)  # other servers of this process have connections too
     with listening(tls=tls, max_connections=2, max_connections_per_client=2, reading_timeout_s=0.2) as (port, _):
         with contextlib.ExitStack() as stack:
             for beginning in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01", b"") * 2:
                 stack.enter_context(connect(port)).sendall(beginning)
             time.sleep(0.3)
-        wait_until(lambda: not kept(), f"{kept()} are kept")
+        wait_until(lambda: not kept(), lambda: f"they are kept: {[vars(one) for one in kept()]}")
+    assert len(made) == 6
 
 
 def test_a_busy_connection_keeps_its_place(issued, tls):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagemill.attention.checks import check_attend
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
-from pagemill.attention.sdpa_gather import READ_AS, Part, Span, gather, merge
+from pagemill.attention.sdpa_gather import Part, Span, gather, merge
 from pagemill.attention.sdpa_operators import GRANULE, LONG_QUERIES, HeadShape, Operator
 
 VERSION = 1
@@ -125,7 +125,7 @@ class SdpaAttention:
         stored = {cache.key.dtype, cache.value.dtype}
         return (
             HeadShape(query.dtype, heads, kv_heads, head_dim) == self._shape
-            and all(dtype == query.dtype or (dtype.itemsize == 1 and dtype in READ_AS) for dtype in stored)
+            and all(dtype == query.dtype or (dtype.itemsize == 1 and dtype != torch.uint8) for dtype in stored)
             and cache.beside == 1
             and not cache.values_in_keys
         )

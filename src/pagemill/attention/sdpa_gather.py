@@ -6,24 +6,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from pagemill.attention.interface import LayerCache
 from pagemill.attention.triton_gather import gather_tokens, merge_parts
 from pagemill.attention.triton_latent import padded
-from pagemill.triton_launch import launcher
+from pagemill.attention.triton_tiles import READ_AS
+from pagemill.triton_launch import TYPES, launcher
 
 TOKENS = 64
 """Tokens of one KV head that a program gathers."""
 PAIRS = 16
 """Tokens' heads whose results a program merges."""
-READ_AS = {
-    torch.float16: "float", torch.bfloat16: "float", torch.float32: "float", torch.int8: "int8",
-    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
-}  # fmt: skip
-"""Formats of elements that are gathered, as `triton_tiles.py` names them."""
-_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Part(NamedTuple):
@@ -55,7 +49,7 @@ def gather(cache: LayerCache, table: Tensor, span: Span, dtype: torch.dtype, nat
     gathering = launcher(
         gather_tokens,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=padded(head_dim), BLOCK_SIZE=block_size, TOKENS=TOKENS,
-        KEY_AS=READ_AS[cache.key.dtype], VALUE_AS=READ_AS[cache.value.dtype], NATIVE=native, DOT=_TRITON[dtype],
+        KEY_AS=READ_AS[cache.key.dtype], VALUE_AS=READ_AS[cache.value.dtype], NATIVE=native, DOT=TYPES[dtype],
     )  # fmt: skip
     gathering(
         (-(-span.keys // TOKENS), kv_heads, 1),

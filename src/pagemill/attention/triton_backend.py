@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from pagemill.attention import triton_latent
@@ -22,10 +21,11 @@ from pagemill.attention.quantize import rotated_together
 from pagemill.attention.triton_kernels import attend, merge_chunks
 from pagemill.attention.triton_latent import LatentTile, latent_tiles, padded
 from pagemill.attention.triton_latent_kernels import attend_latents
+from pagemill.attention.triton_tiles import READ_AS
 from pagemill.attention.triton_walks import most_chunks_of
 from pagemill.attention.triton_write import rotate_queries, write_tokens
 from pagemill.ops.triton_early import EARLY_CAPABILITY, launch_options
-from pagemill.triton_launch import Grid, Launcher, launcher
+from pagemill.triton_launch import TYPES, Grid, Launcher, launcher
 
 KERNEL_VERSION = 3
 """Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
@@ -145,8 +145,8 @@ class _Form:
 class TritonAttention:
     """Implements `AttentionBackend` for GPUs of compute capability 7.5 or higher, and for Triton's interpreter.
 
-    capability: the GPU's. Below 8.0 Triton takes no matrix units, and tiles are small. early: kernels
-    begin while the one before ends (see `ops/triton_early.py`), but for those of latents.
+    capability: the GPU's; below 8.0 Triton takes no matrix units, and tiles are small. early: kernels begin while the
+    one before ends (see `ops/triton_early.py`), but for those of latents.
 
     A query's bits depend on its own row alone, on its query length, context and window, and on how many rows there are:
     on the power of two from there on, up to SHORT_CHUNKS_OF_ROWS.
@@ -258,9 +258,9 @@ class TritonAttention:
                 GROUP=size, HEAD_DIM=head_dim, DIMS=dims, BLOCK_SIZE=block_size,
                 BLOCK_M=max(tile.queries, at_least), BLOCK_N=tile.keys, SHORT=short, IN_CHUNKS=in_chunks,
                 LONGEST_CHUNK=LONGEST_CHUNK, CHUNKS=CHUNKS,
-                KEY_DOT=_TRITON[_in_halves(dot, cache.key)],
-                VALUE_DOT=_TRITON[dot if cache.value.dtype == torch.uint8 else _in_halves(dot, cache.value)],
-                KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
+                KEY_DOT=TYPES[_in_halves(dot, cache.key)],
+                VALUE_DOT=TYPES[dot if cache.value.dtype == torch.uint8 else _in_halves(dot, cache.value)],
+                KEY_AS=READ_AS[cache.key.dtype], VALUE_AS=READ_AS[cache.value.dtype],
                 PACKED=self._packed, NATIVE=self._native_e4m3,
                 TOGETHER=together, ALIKE=cache.strides[:4] == cache.strides[4:8],
                 num_warps=tile.warps, num_stages=tile.stages, **self._options,
@@ -352,7 +352,7 @@ def _writer(cache: LayerCache, options: Mapping[str, bool]) -> Launcher:
     return launcher(
         write_tokens,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim, cache), BLOCK_SIZE=block_size,
-        VECTORS=VECTORS, STAGES=_stages(head_dim), KEY_AS=_AS[cache.key.dtype], VALUE_AS=_AS[cache.value.dtype],
+        VECTORS=VECTORS, STAGES=_stages(head_dim), KEY_AS=READ_AS[cache.key.dtype], VALUE_AS=READ_AS[cache.value.dtype],
         enable_fp_fusion=False, **options,
     )  # fmt: skip
 
@@ -373,7 +373,7 @@ def _latent_form(query: Tensor, cache: LayerCache, major: int, native_e4m3: bool
             BLOCK_M=tile.queries, BLOCK_N=tile.keys, PIECE=tile.piece, VALUES=tile.values,
             SHORT=short, IN_CHUNKS=in_chunks, CHUNK=triton_latent.CHUNK,
             LONGEST_CHUNK=triton_latent.LONGEST_CHUNK, CHUNKS=triton_latent.CHUNKS,
-            DOT=_TRITON[dot], KEY_AS=_AS[cache.key.dtype], NATIVE=native_e4m3,
+            DOT=TYPES[dot], KEY_AS=READ_AS[cache.key.dtype], NATIVE=native_e4m3,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -397,14 +397,6 @@ def _merging(short: int, value_dim: int, dims: int, options: Mapping[str, bool])
 def _dot(query: Tensor, cache: LayerCache) -> torch.dtype:
     """Returns what products are computed in."""
     return query.dtype if cache.key.dtype == query.dtype or cache.key.dtype.itemsize == 1 else torch.float32
-
-
-_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_AS = {
-    torch.float32: "float", torch.float16: "float", torch.bfloat16: "float", torch.int8: "int8", torch.uint8: "int4",
-    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
-}  # fmt: skip
-"""Names of the formats of elements in the kernels: see `triton_tiles.py`."""
 
 
 def _in_halves(dot: torch.dtype, cached: Tensor) -> torch.dtype:

@@ -60,7 +60,7 @@ def attend(
     LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     KEY_DOT: tl.constexpr, VALUE_DOT: tl.constexpr, KEY_AS: tl.constexpr, VALUE_AS: tl.constexpr,
     PACKED: tl.constexpr, NATIVE: tl.constexpr, TOGETHER: tl.constexpr, ALIKE: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attends for one tile of queries and one KV head, over all keys or over one chunk of them.
 
@@ -238,7 +238,7 @@ def attend(
 def merge_chunks(
     chunk_output, chunk_lse, output, lse, query_start, few, chunks,
     SHORT: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merges a query's results over chunks, in order, as `merge_states` does; see `attend`. lse may be None.
 

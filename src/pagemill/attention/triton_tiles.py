@@ -9,9 +9,14 @@ between threads: a product with the tile is the sum of products with its halves.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+READ_AS = {
+    torch.float32: "float", torch.float16: "float", torch.bfloat16: "float", torch.int8: "int8", torch.uint8: "int4",
+    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
 MOST_FP16 = tl.constexpr(65504.0)
 MOST_SCALE, MOST_LOW = tl.constexpr(2180.0), tl.constexpr(32700.0)
 """The largest number of a 4-bit key in fp16: a low and 15 scales stay below 65,504."""

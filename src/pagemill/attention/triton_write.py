@@ -32,7 +32,7 @@ def write_tokens(
     key_scale_frame, key_scale_head, value_scale_frame, value_scale_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTORS: tl.constexpr, STAGES: tl.constexpr, KEY_AS: tl.constexpr, VALUE_AS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes keys and values [tokens, KV_HEADS, HEAD_DIM] to their slots, VECTORS at a time; slot -1 is skipped.
 

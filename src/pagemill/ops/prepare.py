@@ -40,7 +40,8 @@ def settle_vector_math() -> None:
 
 def _sources(csrc: Path) -> hashlib._Hash:
     """Returns the digest of all sources, as CMakeLists.txt computes it."""
-    files = [path for folder in (csrc, csrc / "isa") for path in folder.iterdir() if path.suffix in (".cpp", ".h")]
+    folders = csrc, csrc / "bindings", csrc / "isa"
+    files = [path for folder in folders for path in folder.iterdir() if path.suffix in (".cpp", ".h")]
     digests = (hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files, key=str))
     return hashlib.sha256("".join(digests).encode())
 

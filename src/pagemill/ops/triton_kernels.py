@@ -18,7 +18,7 @@ from pagemill.ops.triton_early import let_next_begin, wait_for_previous
 @triton.jit(do_not_specialize=["rows", "inner"])
 def normalize(
     x, added, added_weight, weight, output, rows, inner, outer_stride, inner_stride, eps,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr = False,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes rms_norm(x, weight) of rows of SIZE elements to output [rows, SIZE], ROWS rows at a time.
 
@@ -58,7 +58,7 @@ def _scaled(x, weight, eps, SIZE: tl.constexpr):
 def turn_heads(
     x, query_weight, key_weight, cos, sin, heads, queries, token_stride, head_stride, eps,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Norms the heads of x [tokens, heads, HEAD_DIM] and rotates them, in place, HEADS heads at a time.
 
@@ -114,7 +114,7 @@ def _weight(query_weight, key_weight, dim, DIMS: tl.constexpr, is_query):
 
 @triton.jit
 def gate(
-    x, output, size, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+    x, output, size, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Writes activation(gate) * up to output [tokens, size]; row r of x, at r * row_stride, holds gate, then up.
 

@@ -55,7 +55,8 @@ FORMS = {
     8: (Form(1, 4, 1024, 4, 1, 512), Form(16, 64, 128, 4, 4, 512), Form(64, 128, 64, 4, 3, 512)),
     9: (Form(1, 4, 1024, 4, 1, 1), Form(32, 64, 256, 4, 4, 1, tiles=True)),
 }
-"""By the first part of the compute capability: higher ones take the highest, lower ones nothing. In ascending order."""
+"""By the first part of the compute capability: higher ones take the highest, lower ones nothing. In ascending order.
+Those without LIMITS are run by benchmarks alone, to find them."""
 LIMITS: dict[int, tuple[Limit, ...]] = {9: (Limit(1 << 20, 32),)}
 """By the first part of the compute capability, in ascending order of outputs; larger layers take nothing to Triton."""
 
@@ -105,9 +106,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, early: 
                 BLOCK_N=form.outputs, BLOCK_M=form.rows, BLOCK_K=form.columns, num_stages=form.stages, **options,
             )  # fmt: skip
         if parts is not None:
-            adding = launcher(add_parts, BLOCK=SUMMED, **launch_options(early))
-            adding((-(-y.numel() // SUMMED), 1, 1), parts, bias, y, y.numel(), outputs, count)
+            sum_parts(parts, bias, y, early)
     return y
+
+
+def sum_parts(parts: Tensor, bias: Tensor | None, y: Tensor, early: bool = False) -> None:
+    """Writes to y [tokens, out_features] the sums of parts fp32 [parts, tokens, out_features], and bias."""
+    adding = launcher(add_parts, BLOCK=SUMMED, **launch_options(early))
+    adding((-(-y.numel() // SUMMED), 1, 1), parts, bias, y, y.numel(), y.shape[1], len(parts))
 
 
 def _can_be_tiled(matrix: Tensor) -> bool:

@@ -27,7 +27,7 @@ def _part(columns, columns_of_part):
 @triton.jit
 def multiply_one(
     x, weight, bias, y, parts, out_features, columns, columns_of_part,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr = False,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes y [out_features] = weight x for one x [columns], BLOCK_N outputs at a time, or one part of the sums.
 
@@ -64,7 +64,7 @@ def multiply_one(
 @triton.jit(do_not_specialize=["tokens"])
 def multiply_few(
     x, x_tiles, weight, weight_tiles, bias, y, parts, tokens, out_features, columns, columns_of_part, x_token,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr = False,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes y [tokens, out_features] = x weight^T for x [tokens, columns] of at most BLOCK_M tokens, or one part of
     the sums.

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from pagemill.ops.low_rank import LowRankPart, check_parts
 from pagemill.ops.triton_low_rank_kernels import expand, shrink
-from pagemill.triton_launch import launcher
+from pagemill.triton_launch import TYPES, launcher
 
 RANKS = 16
 """Ranks of a block: a product takes no fewer."""
@@ -65,11 +65,8 @@ class TritonLowRank:
         tiles = -(-count // TOKENS)
         shrinking = launcher(
             shrink, INNER=self.in_features, RANKS=RANKS, BLOCK_M=TOKENS, BLOCK_K=INPUTS if narrow else INPUTS // 4,
-            DOT=_TRITON[x.dtype] if narrow else tl.float32, num_stages=4 if narrow else 2,
+            DOT=TYPES[x.dtype] if narrow else tl.float32, num_stages=4 if narrow else 2,
         )  # fmt: skip
         shrinking((tiles, ranks // RANKS, 1), x, tokens, self.a, self.scales, low, count, x.stride(0), ranks)
         expanding = launcher(expand, RANKS=RANKS, BLOCK_M=TOKENS, BLOCK_N=OUTPUTS, num_stages=1)
         expanding((tiles, len(self.blocks), 1), low, tokens, self.b, self.blocks, y, count, ranks, y.stride(0))
-
-
-_TRITON = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

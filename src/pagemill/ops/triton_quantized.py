@@ -13,15 +13,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from pagemill.ops.packed_weight import PackedWeight, pack_affine, pack_float8, pack_quantized
 from pagemill.ops.quantized import AffineWeight, Float8Weight, QuantizedWeight
-from pagemill.ops.triton_early import launch_options
+from pagemill.ops.triton_linear import sum_parts
 from pagemill.ops.triton_ops import TritonOps
-from pagemill.ops.triton_quantized_kernels import add_parts, multiply_row, multiply_rows
-from pagemill.triton_launch import launcher
+from pagemill.ops.triton_quantized_kernels import multiply_row, multiply_rows
+from pagemill.triton_launch import TYPES, launcher
 
 KERNEL_VERSION = 1
 """Raised whenever the kernels' arithmetic, forms, tiles or parts change: stored K/V of other bits must not be found."""
@@ -31,8 +30,6 @@ ROW_OUTPUTS, ROW_CHUNKS, ROW_WARPS = 4, 128, 4
 at a time, and warps."""
 PROGRAMS, MOST_PARTS = 512, 16
 """Columns are cut into parts until so many programs share the work, or there are so many parts."""
-SUMMED = 1024
-"""Sums of parts that a program adds."""
 
 
 class Form(NamedTuple):
@@ -52,7 +49,6 @@ class Form(NamedTuple):
 FORMS = (Form(16, 64, 16, 4, 4, True), Form(64, 64, 64, 4, 3, True), Form(None, 128, 64, 8, 3, False))
 SCALAR_FORMS = (Form(16, 32, 16, 4, 1, True), Form(None, 32, 16, 4, 1, False))
 """Where products take no matrix units, every operand takes a register."""
-_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def form_of(tokens: int, matrix_units: bool) -> Form:
@@ -87,7 +83,7 @@ class NarrowLinear:
         self._constants = _constants(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype not in _TRITON:
+        if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype not in TYPES:
             raise ValueError(
                 f"x is {x.dtype} {tuple(x.shape)}; it must be [tokens, {self.in_features}] of float32, bfloat16 or "
                 "float16"
@@ -119,7 +115,7 @@ class NarrowLinear:
         count = -(-units // of_part)
         parts = torch.empty(count, *y.shape, device=x.device) if count > 1 else None
         multiplying = launcher(
-            multiply_rows, **self._constants, BLOCK_N=form.outputs, BLOCK_M=form.tokens, DOT=_TRITON[x.dtype],
+            multiply_rows, **self._constants, BLOCK_N=form.outputs, BLOCK_M=form.tokens, DOT=TYPES[x.dtype],
             num_warps=form.warps, num_stages=form.stages,
         )  # fmt: skip
         multiplying(
@@ -128,8 +124,7 @@ class NarrowLinear:
             x.stride(0), MAGIC,
         )  # fmt: skip
         if parts is not None:
-            adding = launcher(add_parts, BLOCK=SUMMED, **launch_options(False))
-            adding((-(-y.numel() // SUMMED), 1, 1), parts, self.bias, y, y.numel(), self.out_features, count)
+            sum_parts(parts, self.bias, y)
 
 
 def _pointers(weight: PackedWeight, bias: Tensor | None) -> tuple[Tensor | None, ...]:

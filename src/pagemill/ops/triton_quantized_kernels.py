@@ -271,7 +271,7 @@ def multiply_rows(
 
 @triton.jit(do_not_specialize=["size", "count"])
 def add_parts(
-    parts, bias, y, size, out_features, count, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+    parts, bias, y, size, out_features, count, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Writes y [size] = the sum of parts fp32 [count, size], and bias [out_features]; grid [size / BLOCK].
 

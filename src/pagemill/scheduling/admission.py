@@ -242,7 +242,7 @@ def _holds_apart(memory: MemoryManager) -> bool:
 
 def _growing(state: SchedulerState) -> Floats:
     """Returns what the running sequences hold and take, [fields of `Growing`, sequences]."""
-    running, tables = state.running, [one.table for one in state.running if one.table is not None]
+    running, tables = state.running, [one.table for one in state.running if one.table is not None]  # all have one
     requests = [one.request for one in running]
     lengths = np.array([len(one.tokens) for one in running])
     most = np.array([request.max_len for request in requests]) - lengths

@@ -54,7 +54,8 @@ def longest_sequence(state: SchedulerState, max_model_len: int) -> int:
 def least_frames(state: SchedulerState) -> int:
     """Returns the smallest pool that holds what is running now and keeps what is guaranteed.
 
-    In it each request can run to its end alone, beside what is pinned.
+    In it each request can run to its end alone, beside what is pinned. In a larger one it may not: guarantees that are
+    shares of the pool are rounded down.
     """
     held, live = state.memory.num_frames - state.memory.num_available, _live(state)
     least = max([held, len(state.memory.windows), *(need for _, need, _ in live)])

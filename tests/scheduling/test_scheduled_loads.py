@@ -1,0 +1,59 @@
+"""Blocks that are loaded from a lower tier instead of computed."""
+
+from __future__ import annotations
+
+from itertools import chain, count, repeat
+
+from scheduler_bench import Bench, expected, make_request
+
+from pagemill.memory.digest import extend_chain
+
+
+def run_one_after_another(tier_loses) -> Bench:
+    """A prompt of eight blocks; one that needs all frames but one; the first again."""
+    bench = Bench(frames=17, tier=1)
+    assert bench.tier is not None
+    bench.tier.random.random = lambda: next(tier_loses)  # type: ignore[method-assign]
+    first = [1, 2, 3, 4] * 8 + [9]
+    for name, prompt in (("first", first), ("flood", list(range(20)) * 3), ("again", first)):
+        bench.scheduler.add(make_request(name, prompt, 2, ignore_eos=True))
+        bench.run()
+    assert bench.outputs["again", 0] == bench.outputs["first", 0]
+    return bench
+
+
+def test_what_was_evicted_is_loaded_instead_of_computed():
+    bench = run_one_after_another(repeat(0.0))
+    assert bench.tier is not None
+    assert bench.tier.arrived == 7
+    assert bench.device.computed_tokens == 34 + 61 + 2
+
+
+def test_what_a_load_lost_is_computed():
+    bench = run_one_after_another(chain([0.0] * 3, [1.0], repeat(0.0)))
+    assert bench.device.computed_tokens == 34 + 61 + 34 - 4 * 4
+
+
+def test_of_a_prompt_whose_windows_went_down_what_the_pool_still_has_is_not_loaded():
+    """What a window has left is evicted first, the full blocks before it are in the pool: both together are found."""
+    bench = Bench(frames=20, windows=(None, 12), tier=1)
+    assert bench.tier is not None
+    bench.tier.random.random = lambda: 0.0  # type: ignore[method-assign]
+    first = make_request("first", [1, 2, 3, 4] * 6 + [9], 2, ignore_eos=True)
+    bench.scheduler.add(first)
+    bench.run()
+    digests: list[bytes] = []
+    extend_chain(digests, first.root, first.prompt_token_ids, 4)
+    others = count()
+    while bench.memory.peek(digests, first.root) == 6:
+        bench.scheduler.add(make_request(f"other{next(others)}", [10 + next(others)] * 5, 1))
+        bench.run()
+    lacking = bench.memory.missing(digests)
+    assert bench.memory.peek(digests, first.root) == 0
+    assert 0 < len(lacking) < 4, "most of it is in the pool"
+    computed = bench.device.computed_tokens
+    bench.scheduler.add(make_request("again", first.prompt_token_ids, 2, ignore_eos=True))
+    bench.run()
+    assert bench.outputs["again", 0] == expected(first, 0)
+    assert bench.tier.arrived == len(lacking)
+    assert bench.device.computed_tokens - computed == 1 + 1
