@@ -113,12 +113,13 @@ class FakeDriver:
 
     def open(self, address: int, nbytes: int) -> None:
         self._call("open", address, nbytes)
-        at = address
+        at, opened = address, set()
         while at < address + nbytes:
             _rule(at in self.mapped, "what is opened is not mapped")
-            self.opened.add(at)
+            opened.add(at)
             at += self.mapped[at][0]
         _rule(at == address + nbytes, "a part of a mapping is opened")
+        self.opened |= opened
         assert _libc.mprotect(address, nbytes, _READ_WRITE) == 0
 
     def unmap(self, address: int, nbytes: int) -> None:

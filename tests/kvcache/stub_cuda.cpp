@@ -9,10 +9,11 @@
 
 namespace {
 
-FILE* log() {
-    static FILE* const file = std::fopen(std::getenv("STUB_LOG"), "a");
-    std::setbuf(file, nullptr);
-    return file;
+template <typename... Values>
+void print(const char* format, Values... values) {
+    FILE* const log = std::fopen(std::getenv("STUB_LOG"), "a");
+    std::fprintf(log, format, values...);
+    std::fclose(log);
 }
 
 CUresult result(const char* call) {
@@ -20,8 +21,8 @@ CUresult result(const char* call) {
     return fails != nullptr && std::strcmp(fails, call) == 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 }
 
-void print(const CUmemAllocationProp& prop) {
-    std::fprintf(log(), " pinned %d handles %d device %d id %d meta %p flags %d %d %d", prop.type,
+void print_memory(const CUmemAllocationProp& prop) {
+    print(" pinned %d handles %d device %d id %d meta %p flags %d %d %d", prop.type,
                  prop.requestedHandleTypes, prop.location.type, prop.location.id, prop.win32HandleMetaData,
                  prop.allocFlags.compressionType, prop.allocFlags.gpuDirectRDMACapable, prop.allocFlags.usage);
 }
@@ -31,7 +32,7 @@ void print(const CUmemAllocationProp& prop) {
 extern "C" {
 
 CUresult cuInit(unsigned int flags) {
-    std::fprintf(log(), "cuInit %u\n", flags);
+    print("cuInit %u\n", flags);
     return result("cuInit");
 }
 
@@ -61,54 +62,54 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 
 CUresult cuMemGetAllocationGranularity(size_t* granularity, const CUmemAllocationProp* prop,
                                        CUmemAllocationGranularity_flags option) {
-    std::fprintf(log(), "cuMemGetAllocationGranularity minimum %d", option == CU_MEM_ALLOC_GRANULARITY_MINIMUM);
-    print(*prop);
-    std::fprintf(log(), "\n");
+    print("cuMemGetAllocationGranularity minimum %d", option == CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+    print_memory(*prop);
+    print("%s", "\n");
     *granularity = size_t{2} << 20;
     return result("cuMemGetAllocationGranularity");
 }
 
 CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t alignment, CUdeviceptr hint,
                              unsigned long long flags) {
-    std::fprintf(log(), "cuMemAddressReserve %zx %zx %llx %llx\n", size, alignment, hint, flags);
+    print("cuMemAddressReserve %zx %zx %llx %llx\n", size, alignment, hint, flags);
     *address = 0xfedc'ba98'0000'0000;
     return result("cuMemAddressReserve");
 }
 
 CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
-    std::fprintf(log(), "cuMemAddressFree %llx %zx\n", address, size);
+    print("cuMemAddressFree %llx %zx\n", address, size);
     return result("cuMemAddressFree");
 }
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, const CUmemAllocationProp* prop,
                      unsigned long long flags) {
-    std::fprintf(log(), "cuMemCreate %zx", size);
-    print(*prop);
-    std::fprintf(log(), " flags %llx\n", flags);
+    print("cuMemCreate %zx", size);
+    print_memory(*prop);
+    print(" flags %llx\n", flags);
     *handle = 0x8765'4321'0fed'cba9;
     return result("cuMemCreate");
 }
 
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-    std::fprintf(log(), "cuMemRelease %llx\n", handle);
+    print("cuMemRelease %llx\n", handle);
     return result("cuMemRelease");
 }
 
 CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
                   unsigned long long flags) {
-    std::fprintf(log(), "cuMemMap %llx %zx %zx %llx %llx\n", address, size, offset, handle, flags);
+    print("cuMemMap %llx %zx %zx %llx %llx\n", address, size, offset, handle, flags);
     return result("cuMemMap");
 }
 
 CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc* access, size_t count) {
-    std::fprintf(log(), "cuMemSetAccess %llx %zx device %d id %d writes %d %zx\n", address, size,
+    print("cuMemSetAccess %llx %zx device %d id %d writes %d %zx\n", address, size,
                  access->location.type == CU_MEM_LOCATION_TYPE_DEVICE, access->location.id,
                  access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE, count);
     return result("cuMemSetAccess");
 }
 
 CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
-    std::fprintf(log(), "cuMemUnmap %llx %zx\n", address, size);
+    print("cuMemUnmap %llx %zx\n", address, size);
     return result("cuMemUnmap");
 }
 }

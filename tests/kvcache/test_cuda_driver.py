@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -91,40 +90,31 @@ def library(header, tmp_path_factory):
     return made
 
 
-USE = f"""
-import sys
-import torch
-from pagemill.errors import DriverError
-from pagemill.kvcache.cuda_driver import CudaDriver
-try:
-    driver = CudaDriver(torch.device({str(WHERE)!r}), sys.argv[1])
-    size = driver.granularity
-    address = driver.reserve(5 * size)
-    handle = driver.create(size)
-    driver.map(address, size, handle)
-    driver.open(address, size)
-    driver.unmap(address, size)
-    driver.release(handle)
-    driver.free(address, 5 * size)
-except DriverError as error:
-    print(error)
-"""
-
-
-def used(library, tmp_path, **variables) -> tuple[str, list[str]]:
-    """Returns what a user of the library says, and what was called how."""
+@pytest.fixture
+def use(library, tmp_path, monkeypatch):
+    """Returns what uses the library: it returns how that was called. It prints to a file, and heeds variables."""
     log = tmp_path / "log"
-    environment = {**os.environ, "STUB_LOG": str(log), **variables}
-    run = subprocess.run([sys.executable, "-c", USE, library], env=environment, check=True, capture_output=True)
-    return run.stdout.decode(), log.read_text().splitlines()
+    monkeypatch.setenv("STUB_LOG", str(log))
+
+    def use() -> list[str]:
+        driver = CudaDriver(WHERE, str(library))
+        size = driver.granularity
+        address = driver.reserve(5 * size)
+        handle = driver.create(size)
+        driver.map(address, size, handle)
+        driver.open(address, size)
+        driver.unmap(address, size)
+        driver.release(handle)
+        driver.free(address, 5 * size)
+        return log.read_text().splitlines()
+
+    return use
 
 
-def test_arguments_arrive_as_c_reads_them(library, tmp_path) -> None:
-    said, calls = used(library, tmp_path)
-    assert said == ""
+def test_arguments_arrive_as_c_reads_them(use) -> None:
     address, handle, size = "fedcba9800000000", "876543210fedcba9", "200000"
     memory = "pinned 1 handles 0 device 1 id 43 meta (nil) flags 0 0 0"
-    assert calls == [
+    assert use() == [
         "cuInit 0",
         f"cuMemGetAllocationGranularity minimum 1 {memory}",
         f"cuMemAddressReserve a00000 {size} 0 0",
@@ -138,17 +128,39 @@ def test_arguments_arrive_as_c_reads_them(library, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PROTOTYPES if not name.startswith("cuGetError")])
-def test_a_call_that_fails_is_named_with_its_sizes_and_the_drivers_reason(library, tmp_path, name) -> None:
-    said, _ = used(library, tmp_path, STUB_FAILS=name)
-    assert re.fullmatch(rf"{name}\((0x[0-9a-f]+(, )?)*\): CUDA_ERROR_OUT_OF_MEMORY, out of memory\n", said)
-    if name == "cuMemCreate":
-        assert "(0x200000, 0x0)" in said
+def test_a_call_that_fails_is_named_with_its_sizes_and_the_drivers_reason(use, monkeypatch, name) -> None:
+    monkeypatch.setenv("STUB_FAILS", name)
+    sizes = {"cuMemCreate": "0x200000, 0x0", "cuMemUnmap": "0xfedcba9800000000, 0x200000"}.get(name, ".*")
+    with pytest.raises(DriverError, match=rf"^{name}\({sizes}\): CUDA_ERROR_OUT_OF_MEMORY, out of memory$"):
+        use()
 
 
-def test_a_device_that_does_not_manage_addresses_is_refused(library, tmp_path) -> None:
-    said, calls = used(library, tmp_path, STUB_MANAGES="0")
-    assert said == "cuda:3 has no virtual memory management, its driver says\n"
-    assert calls == ["cuInit 0"]
+def test_a_device_that_does_not_manage_addresses_is_refused(use, monkeypatch) -> None:
+    monkeypatch.setenv("STUB_MANAGES", "0")
+    with pytest.raises(DriverError, match="cuda:3 has no virtual memory management, its driver says"):
+        use()
+
+
+def test_a_torch_that_takes_no_addresses_is_an_error_with_a_type(library, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("STUB_LOG", str(tmp_path / "log"))
+    driver = CudaDriver(WHERE, str(library))
+    monkeypatch.setattr(torch, "as_tensor", refuse)
+    with pytest.raises(DriverError, match="torch does not take 8 bytes at 0x1000 of cuda:3: not registered"):
+        driver.tensor(0x1000, 8, None)
+    copy = torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "as_tensor", lambda addresses, device: copy)
+    with pytest.raises(DriverError, match="torch copies 8 bytes at 0x1000"):
+        driver.tensor(0x1000, 8, None)
+    monkeypatch.setattr(torch, "as_tensor", lambda addresses, device: seen.append(addresses) or copy)
+    seen, owner = [], object()
+    assert driver.tensor(copy.data_ptr(), 8, owner) is copy
+    assert seen[0].owner is owner
+    interface = {"shape": (8,), "typestr": "|u1", "data": (copy.data_ptr(), False), "strides": None, "version": 3}
+    assert seen[0].__cuda_array_interface__ == interface
+
+
+def refuse(*_, **__):
+    raise RuntimeError("not registered")
 
 
 @pytest.mark.parametrize("name", ["libnot-there.so.1", "libc.so.6"])
