@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from itertools import cycle
 
 import pytest
 import rank_on_checked_device
@@ -13,7 +14,6 @@ from divided_memory import divides_slots
 from late import Late
 from static_attention import StaticAttention
 from test_gpu_executor import BACKEND, SMALL, greedy, on_cpu, small_requests
-from test_graphs import decoding
 from test_streaming_gpu import ALONE, LONG, POOL, alone, deep_model  # noqa: F401, a fixture
 
 from core.drive import drive, request
@@ -22,6 +22,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import DeviceLostError, KVMemoryError, ResizeFailedError
 from pagemill.executor import graphs, ranks
+from pagemill.executor.interface import ExecutorMemory
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.gpu_frames import GpuFrames
 from pagemill.kvcache.streaming_gpu_frames import StreamingGpuFrames
@@ -31,14 +32,15 @@ CARD = 64 * FRAME_BYTES
 
 
 @pytest.fixture
-def driver(device):
-    """The driver of the device, whose card has 64 frames' memory, all of which counts as free beside the pool's."""
+def driver(device, monkeypatch):
+    """The driver of the device, whose card has 64 frames' memory."""
     driver = CheckedDriver(device, CARD)
-    device.nbytes = CARD
+    monkeypatch.setattr(device, "memory", lambda: ExecutorMemory(driver.free_bytes, CARD))
     yield driver
     driver.fail()
     device.broken = False
-    gc.collect()
+    if driver.reserved:
+        gc.collect()
     driver.check_empty()
 
 
@@ -54,14 +56,13 @@ def test_random_schedules_bring_the_tokens_of_the_host(small_model, device, driv
     late, draw, requests = Late(config, executor, seed), random.Random(seed), small_requests(seed, 10)
     assert isinstance(executor.pool.frames, GpuFrames)
     late.add(requests[:4])
-    left, sizes = requests[4:], set()
+    left, sizes, frames = requests[4:], set(), cycle([14, 8, 30, 9])
     while left:
         for _ in range(draw.randint(1, 9)):
             late.step()
         late.add([left.pop(0)])
-        if draw.random() < 0.4:
-            late.resize(draw.choice([8, 9, 14, 30]))
-            sizes.add(driver.free_bytes)
+        late.resize(next(frames))
+        sizes.add(driver.free_bytes)
     tokens = late.run()
     assert len(sizes) > 2
     assert not late.errors
@@ -73,19 +74,15 @@ def test_a_graph_stays_right_when_the_pool_has_grown(small_model, device, driver
     monkeypatch.setattr(graphs, "WORTH_IT", 1)
     monkeypatch.setattr(graphs, "LEAST_CONTEXT", 32)
     config, executor = opened(small_model, device, BACKEND._replace(attention=StaticAttention()), kv_memory=40 * 8192)
-    late, requests = Late(config, executor), decoding(3)
+    late, requests = Late(config, executor), [request(f"r{i}", [5, 9, 3 + i], greedy(max_tokens=60)) for i in range(3)]
     late.add(requests)
     for frames in (20, 50, 12, 40):
-        for _ in range(6):
+        for _ in range(12):
             late.step()
-        before = [graph.replays for graph in device.graphs]
+        graphs_then = {graph: graph.replays for graph in device.graphs}
         late.resize(frames)
-        late.step()
-    assert sum(before) > 0
-    captured = len(device.graphs)
     tokens = late.run()
-    assert captured > 0
-    assert sum(graph.replays for graph in device.graphs[:captured]) > sum(before)
+    assert any(graph.replays > before > 0 for graph, before in graphs_then.items())
     assert tokens == on_cpu(config, requests)
     late.executor.close()
 
@@ -114,8 +111,7 @@ def test_blocks_on_their_way_to_the_host_are_waited_for_too(device, driver) -> N
 
 
 def test_an_engine_gives_memory_to_others_and_takes_it_again_where_they_have_left_it(small_model, device, driver):
-    config, executor = opened(small_model, device, kv_memory=None, gpu_memory_utilization=0.5)
-    device.memory = lambda: type(executor.memory())(driver.free_bytes, CARD)
+    config, executor = opened(small_model, device, kv_memory=40 * 8192)
     executor._steps._kept_bytes = 6 * FRAME_BYTES  # noqa: SLF001, what steps need
     core = EngineCore(config, executor=executor)
     most = core.ready.num_frames
@@ -140,7 +136,7 @@ def test_an_engine_gives_memory_to_others_and_takes_it_again_where_they_have_lef
     core.close()
 
 
-@pytest.mark.parametrize("calls", [0, 3, 50, 51])
+@pytest.mark.parametrize("calls", [0, 3, 49, 50])
 def test_a_growth_that_fails_at_any_call_changes_nothing(small_model, device, driver, calls) -> None:
     config, executor = opened(small_model, device)
     core = EngineCore(config, executor=executor)
