@@ -199,7 +199,7 @@ def _place(
 def _frames_of(tables: Tensor, seen: Tensor) -> Tensor:
     """Returns the frames that tables [rows, entries] name, or 0, which is always there, where no query sees a key of
     them (seen [rows, queries, keys]): those may have gone."""
-    return torch.where(seen.any(1).unflatten(1, (tables.shape[1], -1)).any(2), tables, 0).long()
+    return torch.where(seen.any(1).view(*tables.shape, -1).any(2), tables, 0).long()
 
 
 def _widen(gathered: Tensor, scales: Tensor | None, frames: Tensor) -> Tensor:
