@@ -36,7 +36,7 @@ class DividedMemory:
 def divides_slots(device, init):
     """Returns what makes `StreamingGpuFrames` whose slots the device checks one by one."""
 
-    def divided(frames, count, frame_bytes, streams, streamed, parts, filled) -> None:
+    def divided(frames, count, frame_bytes, streams, streamed, parts, filled=None) -> None:
         init(frames, count, frame_bytes, streams, streamed, parts, filled)
         device.divide(frames.bytes, frames.bytes.numel(), parts.nbytes)
 
