@@ -26,6 +26,7 @@ class AtOnce:
             pass
 
     compute = Stream()
+    driver = None
 
     def stream(self):
         return self.Stream()
@@ -41,3 +42,6 @@ class AtOnce:
 
     def copy(self, source, target):
         target.copy_(source)
+
+    def synchronize(self):
+        pass

@@ -295,6 +295,10 @@ class ResizeFailedError(PagemillError):
     """The device failed while the KV pool was resized: it keeps its size, and what was to be moved is lost."""
 
 
+class DriverError(PagemillError, RuntimeError):
+    """A call of a GPU's driver that failed. The message names it, its arguments, and the driver's reason."""
+
+
 class NonFiniteLogitsError(StepFailedError):
     """The model gave NaN or infinite logits, or hidden states, for this request."""
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -183,7 +184,9 @@ class CheckedDevice(TorchDispatchMode):
         self._copies: list[Copy] = []
         self._late: list[str] = []
         self._graph: CheckedGraph | None = None
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.driver: Any = None
+        """What maps its memory, such as a `CheckedDriver`, if anything does."""
+        self._saved: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._reads_back = _ReadsBack(self)
 
     def __enter__(self) -> CheckedDevice:
@@ -251,7 +254,7 @@ class CheckedDevice(TorchDispatchMode):
         finally:
             self._graph = None
             with _untold():
-                for memory, before in self._saved.values():  # nothing has been done
+                for memory, before in chain.from_iterable(self._saved.values()):  # nothing has been done
                     memory.copy_(before)
             self._saved.clear()
         with _untold():
@@ -421,7 +424,8 @@ class CheckedDevice(TorchDispatchMode):
         for each in written:
             if (key := _key(each)) not in self._graph.made and key not in self._saved:
                 with _untold():
-                    self._saved[key] = (_bytes(each), _bytes(each).clone())
+                    pieces = [_bytes(each)] if self.driver is None else self.driver.pieces(_bytes(each))
+                    self._saved[key] = [(piece, piece.clone()) for piece in pieces]
 
 
 class _ReadsBack(TorchFunctionMode):

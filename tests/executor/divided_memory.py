@@ -36,8 +36,8 @@ class DividedMemory:
 def divides_slots(device, init):
     """Returns what makes `StreamingGpuFrames` whose slots the device checks one by one."""
 
-    def divided(frames, count, frame_bytes, streams, streamed, parts) -> None:
-        init(frames, count, frame_bytes, streams, streamed, parts)
+    def divided(frames, count, frame_bytes, streams, streamed, parts, filled=None) -> None:
+        init(frames, count, frame_bytes, streams, streamed, parts, filled)
         device.divide(frames.bytes, frames.bytes.numel(), parts.nbytes)
 
     return divided

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 from checked_device import CheckedDevice
+from checked_driver import CheckedDriver
 from divided_memory import divides_slots
 from static_attention import StaticAttention
 
@@ -20,6 +21,8 @@ STATIC = torch_backend(torch.device("cpu"))._replace(attention=StaticAttention()
 
 CANNOT_CAPTURE = "PAGEMILL_TESTS_RANK_CANNOT_CAPTURE"
 """A variable of the environment that keeps ranks from capturing graphs."""
+MAPS = "PAGEMILL_TESTS_RANK_MAPS"
+"""One that says of how many bytes ranks' devices map their memory."""
 
 
 def short_ladders() -> None:
@@ -32,6 +35,9 @@ def run(descriptor: int) -> NoReturn:
     short_ladders()
     device = CheckedDevice(seed=1)
     device.captures = CANNOT_CAPTURE not in os.environ
+    if MAPS in os.environ:
+        CheckedDriver(device, int(os.environ[MAPS]))
+        device.nbytes = 1 << 30  # more than there is
     StreamingGpuFrames.__init__ = divides_slots(device, StreamingGpuFrames.__init__)
 
     def hardware_of(start: Start) -> rank.Hardware:

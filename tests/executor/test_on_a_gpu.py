@@ -18,6 +18,7 @@ from harness import MODEL
 from interpreter import DEVICE
 from models.small_llama import save_llama
 from pagemill import LLM, SamplingParams
+from pagemill.errors import KVMemoryError
 from pagemill.executor.graphs import batch_sizes
 from pagemill.hub.registry import REGISTRY
 
@@ -242,3 +243,44 @@ def test_contexts_longer_than_the_pool(model, enforce_eager) -> None:
         streamed = [output.outputs[0].kv_blocks[1] for output in outputs]
         assert (max(streamed) > 0) == (device == DEVICE)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("host", [{}, {"kv_host_memory": "64MiB"}], ids=["again", "swap"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_an_engine_whose_pool_changes_while_it_serves(model, on_cpu, enforce_eager, host) -> None:
+    """Answers are those of a pool that stays; what goes is free for others, and comes back."""
+    with LLM(model, device=DEVICE, **(SETTINGS | host), enforce_eager=enforce_eager) as llm:
+        sizes, frees = ("16MiB", "used", "48MiB", small_pool(model) * 2, "96MiB", None), []
+        engine, size = llm.frontend.client, llm.resize_kv_memory(None).kv_bytes
+        step, left, steps = engine.core.step, [*sizes], 0
+
+        def stepped():
+            nonlocal steps
+            steps += 1
+            if steps % 5 == 0 and left:
+                llm.resize_kv_memory(left.pop(0))
+                frees.append(torch.cuda.mem_get_info()[0])
+            return step()
+
+        engine.core.step = stepped
+        found = answers_of(llm)
+        assert not left
+        assert max(frees) - min(frees) > 32 << 20
+        assert llm.resize_kv_memory(None).kv_bytes == size
+        assert answers_of(llm) == found == on_cpu()
+        with pytest.raises(KVMemoryError, match="are free"):
+            llm.resize_kv_memory("1TiB")
+        assert answers_of(llm) == found
+
+
+def test_an_engine_sleeps_and_gives_its_memory_to_others(model, on_cpu) -> None:
+    with LLM(model, device=DEVICE, **(SETTINGS | {"kv_memory": "1GiB"})) as llm:
+        before = torch.cuda.mem_get_info()[0]
+        llm.sleep()
+        assert torch.cuda.mem_get_info()[0] > before + (900 << 20)
+        others = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device=DEVICE)
+        with pytest.raises(KVMemoryError, match=r"ask for less, or free memory"):
+            llm.wake_up()
+        del others
+        llm.wake_up()
+        assert answers_of(llm) == on_cpu()

@@ -104,7 +104,7 @@ class TorchAttention:
         output = query.new_zeros(*query.shape[:2], cache.value_dim)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device) if return_lse else None
         for rows, tokens, query_len, context in self._parts(batch, heads, head_dim):
-            frames = of_group.tables[rows, : -(-context // block_size)].clamp_min(0).long()
+            tables = of_group.tables[rows, : -(-context // block_size)]
             position = batch.positions[tokens]
             first = torch.zeros_like(position) if window is None else position - (window - 1)
             if key_start is not None:
@@ -112,9 +112,9 @@ class TorchAttention:
             last = torch.minimum(position, batch.context_lens[rows].unsqueeze(1) - 1)
             if key_end is not None:
                 last = torch.minimum(last, key_end[rows].unsqueeze(1) - 1)
-            keys = torch.arange(frames.shape[1] * block_size, device=query.device)
+            keys = torch.arange(tables.shape[1] * block_size, device=query.device)
             seen = (keys >= first.unsqueeze(-1)) & (keys <= last.unsqueeze(-1))  # [n, query_len, keys]
-            count = len(rows)
+            count, frames = len(rows), _frames_of(tables, seen)
             key = _widen(cache.key[frames].flatten(4), cache.key_scale, frames)
             value = _widen(cache.value[frames].flatten(3, -2), cache.value_scale, frames)
             # What no query sees may be NaN, and 0 * NaN is NaN.
@@ -124,8 +124,8 @@ class TorchAttention:
             q = q.reshape(count, kv_heads, -1, head_dim)
             scores = (q @ key.transpose(2, 3)).view(count, kv_heads, -1, query_len, len(keys))
             if of_group.remainders is not None:
-                rest = of_group.remainders.tables[rows, : -(-context // block_size)].clamp_min(0).long()
                 precise = seen & (keys > (position - of_group.precise).unsqueeze(-1))
+                rest = _frames_of(of_group.remainders.tables[rows, : tables.shape[1]], precise)
                 more = _widen(cache.key[rest].flatten(4), cache.key_scale, rest)
                 more_values = _widen(cache.value[rest].flatten(3, -2), cache.value_scale, rest)
                 more_values = more_values.masked_fill(~precise.any(1)[:, None, :, None], 0)
@@ -194,6 +194,12 @@ def _place(
     else:
         cache.key[frames, :, offsets] = key
         cache.value[frames, :, offsets] = value
+
+
+def _frames_of(tables: Tensor, seen: Tensor) -> Tensor:
+    """Returns the frames that tables [rows, entries] name, or 0, which is always there, where no query sees a key of
+    them (seen [rows, queries, keys]): those may have gone."""
+    return torch.where(seen.any(1).view(*tables.shape, -1).any(2), tables, 0).long()
 
 
 def _widen(gathered: Tensor, scales: Tensor | None, frames: Tensor) -> Tensor:

@@ -47,9 +47,6 @@ class Device(DeviceStreams, Protocol):
     def idle(self) -> int:
         """Returns how many bytes, not free in `memory`, are held for work to come and not in use."""
 
-    def synchronize(self) -> None:
-        """Waits for all streams. Raises RuntimeError for an error of the device."""
-
 
 class CudaDevice(CudaStreams):
     """Implements `Device` by torch.cuda. Computations run in the stream that is current when they are asked for, as
@@ -97,6 +94,3 @@ class CudaDevice(CudaStreams):
 
     def idle(self) -> int:
         return torch.cuda.memory_reserved(self.where) - torch.cuda.memory_allocated(self.where)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.where)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagemill.attention.interface import HostLengths
-from pagemill.errors import DeviceLostError
+from pagemill.errors import DeviceLostError, KVMemoryError
 from pagemill.executor.activation_peak import STREAMING_BYTES, TRANSFER_BYTES, activation_peak, named_if_too_large
 from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
@@ -160,6 +160,18 @@ class DeviceSteps:
         if self._kept_bytes:
             free -= max(0, self._kept_bytes - self.device.idle())
         return ExecutorMemory(max(0, free), total)
+
+    def check_growth(self, num_frames: int) -> None:
+        """Raises KVMemoryError if the pool would have to take more than is free, or what steps need, to have so many
+        frames."""
+        wanted, free = self._worker.pool.missing(num_frames), self.memory().free
+        if wanted > free:
+            beside = " beside what steps need" if self._kept_bytes else ""
+            raise KVMemoryError(
+                f"the KV pool cannot grow to {num_frames} blocks: that takes {wanted} more bytes of "
+                f"{self.device.where}, and {free} are free{beside}; ask for less, or free memory",
+                param="kv_memory",
+            )
 
     def padded(self, shape: Shape) -> Shape | None:
         """Returns the shape to which a decode step is to be padded; None if it runs as it is."""

@@ -43,7 +43,7 @@ class DeviceWorker(Worker):
         return self._steps.memory()
 
     def resize(self, num_frames: int) -> None:
-        self._accelerator.synchronize()  # steps under way may use frames that go
+        self._steps.check_growth(num_frames)
         super().resize(num_frames)
 
     def do(self, message: DeviceStep | DeviceLogits | Measure | Compile) -> None:

@@ -175,8 +175,13 @@ class GpuExecutor(LocalExecutor):
         return super().collect(handle)
 
     def resize(self, num_frames: int) -> None:
-        self._accelerator.synchronize()  # steps under way may use frames that go
-        super().resize(num_frames)
+        self._steps.check_growth(num_frames)
+        try:
+            super().resize(num_frames)
+        except RuntimeError as error:
+            if (lost := self._lost(error)) is not None:
+                raise lost from error
+            raise
 
     def _runs_ahead(self, plan: StepPlan) -> bool:
         """Returns whether a plan's rows need nothing of the host until their tokens are there."""

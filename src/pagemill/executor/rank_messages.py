@@ -41,11 +41,12 @@ class Connect(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """Makes the pool; see `Executor.allocate`. Answered with the number of the first streamed frame."""
+    """Makes the pool; see `Worker.allocate`. Answered with the number of the first streamed frame."""
 
     num_frames: int
     streamed_frames: int
     streamed_folder: Path | None
+    room: int
 
 
 class Edit(NamedTuple):

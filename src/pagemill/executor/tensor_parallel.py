@@ -55,9 +55,16 @@ class TensorParallelExecutor(LocalExecutor):
         self.ranks = ranks
         self._parts = parts
 
-    def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
-        first = super().allocate(num_frames, streamed_frames, streamed_folder)
-        others = self.ranks.ask(Allocate(num_frames, streamed_frames, streamed_folder))
+    def allocate(
+        self,
+        num_frames: int,
+        streamed_frames: int = 0,
+        streamed_folder: Path | None = None,
+        room: int | None = None,
+    ) -> int:
+        room = self.memory().total // (len(self.ranks) + 1) if room is None else room  # the same for all of them
+        first = super().allocate(num_frames, streamed_frames, streamed_folder, room)
+        others = self.ranks.ask(Allocate(num_frames, streamed_frames, streamed_folder, room))
         if streamed_frames and any(other != first for other in others):
             raise KVMemoryError(
                 f"the ranks' pools could not be made alike: their streamed frames begin at {[first, *others]}; lower "
@@ -98,6 +105,14 @@ class TensorParallelExecutor(LocalExecutor):
             return super().logits(hidden, out)
 
     def resize(self, num_frames: int) -> None:
+        before = self.pool.num_frames
+        try:
+            self._resize_all(num_frames)
+        except KVMemoryError:
+            self._resize_all(before)  # some have grown
+            raise
+
+    def _resize_all(self, num_frames: int) -> None:
         self.ranks.send(Resize(num_frames))
         try:
             super().resize(num_frames)

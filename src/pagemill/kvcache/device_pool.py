@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from pagemill.kvcache.streamed_file import StreamedFile
 from pagemill.kvcache.streamed_view import Numbering, StreamedView
 from pagemill.kvcache.streaming_gpu_frames import Parts, StreamingGpuFrames
 
+logger = logging.getLogger(__name__)
+
 PAGES_APART = 64
 """Frames of whole cache lines that are whole pages, which streamed frames begin and end at."""
 
@@ -26,12 +29,12 @@ PAGES_APART = 64
 class DevicePool:
     """`num_frames` frames of a shape, and beside them frames whose blocks are streamed.
 
-    room: bytes that it can grow to, on CPU: addresses that are set aside, without memory. Where the system does not
-        give them, and elsewhere, it cannot grow.
+    room: bytes that it can grow to: addresses that are set aside, without memory. Where the system does not give them,
+        or a device has no driver that maps memory to them, it cannot grow.
     streamed_frames: frames numbered from `first_streamed` on, in host memory, or in a file in `streamed_folder`; from
         there on CPU only.
-    streams: of a device whose work is asynchronous, and has streamed blocks brought to it; None: CUDA's own, if it is
-        a GPU.
+    streams: of a device whose work is asynchronous, and has streamed blocks brought to it, or maps its memory; None:
+        CUDA's own, if it is a GPU.
     Raises KVMemoryError if the memory, and KVStoreError if the file cannot be had. Contents are undefined at first.
     """
 
@@ -59,17 +62,21 @@ class DevicePool:
         self.dtype: torch.dtype = getattr(torch, shape.format.element)
         if self.device.type != "cpu":
             streams = streams or CudaStreams(self.device)
-        elif not streamed_frames:
+        elif streams is not None and streams.driver is None and not streamed_frames:
             streams = None
         self.streams = streams
-        most = room // layout(shape, 1).frame_bytes if streams is None else 0
+        grows = room > 0 and (streams is None or streams.driver is not None)
+        most = room // layout(shape, 1).frame_bytes if grows else 0
         for self.capacity in (max(most, num_frames), num_frames):
             try:
                 self._open(layout, streamed_frames, streamed_folder)
                 break
-            except KVMemoryError:
+            except KVMemoryError as error:
                 if self.capacity == num_frames:
                     raise
+                if streams is not None:
+                    what = "the KV pool on %s keeps its memory, and cannot grow: %s"
+                    logger.warning(what, self.device, error)
         self.storage = self.frames.bytes.view(-1).view(self.dtype)
         self._layout_of = layout
         self._layers = self._views(self.frames.bytes.shape[1], self.layout.frame_stride)
@@ -83,11 +90,13 @@ class DevicePool:
         total = self.first_streamed + -(-streamed_frames // apart) * apart
         self.layout = layout(self.shape, total)
         pieces, piece_bytes = self.layout.frame_bytes // self.layout.piece_bytes, self.layout.piece_bytes
+        filled = self.num_frames if self.num_frames < self.capacity else None
         if self.streams is not None and streamed_frames:
+            self._numbering(streamed_frames)  # raises where tables cannot name so many frames
             parts = Parts(self.shape.places, self.layout.place_bytes)
-            self.frames = StreamingGpuFrames(self.capacity, piece_bytes, self.streams, streamed_frames, parts)
+            self.frames = StreamingGpuFrames(self.capacity, piece_bytes, self.streams, streamed_frames, parts, filled)
         elif self.streams is not None:
-            self.frames = GpuFrames(pieces, total, piece_bytes, self.streams)
+            self.frames = GpuFrames(pieces, total, piece_bytes, self.streams, filled=filled)
         elif streamed_frames and folder is not None:
             frames = FileBackedFrames(pieces, total, piece_bytes, first=self.first_streamed, folder=folder)
             self.frames, self.streamed_file = frames, frames.file
@@ -136,10 +145,16 @@ class DevicePool:
         """Bytes of all frames, without streamed ones."""
         return self.num_frames * self.layout.frame_bytes
 
-    def resize(self, num_frames: int) -> None:
-        """Gives the memory of the frames behind the first `num_frames` back to the system, or lets the pool have more.
+    def missing(self, num_frames: int) -> int:
+        """Returns how many bytes of a device with memory of its own the pool would take to have so many frames."""
+        return self.frames.missing(num_frames) if isinstance(self.frames, GpuFrames) else 0
 
-        Raises KVMemoryError, and changes nothing, for more than `capacity`.
+    def resize(self, num_frames: int) -> None:
+        """Gives the memory of the frames behind the first `num_frames` back to the system or the device, or lets the
+        pool have more.
+
+        Raises KVMemoryError, and changes nothing, for more than `capacity`, and for more than a device gives; and
+        DriverError if a device does not take memory back.
         """
         if num_frames > self.capacity:
             raise KVMemoryError(
@@ -147,7 +162,7 @@ class DevicePool:
                 f"made to grow to {self.capacity}; ask for less, or start with more kv_memory",
                 param="kv_memory",
             )
-        self.frames.release(num_frames, self.num_frames)
+        self.frames.resize(self.num_frames, num_frames)
         self.num_frames = num_frames
 
     def _views(self, count: int, stride: int) -> dict[int, LayerCache]:

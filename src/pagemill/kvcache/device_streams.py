@@ -6,8 +6,10 @@ events order. Nothing here waits unless it says so.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.errors import KVMemoryError
+from pagemill.errors import DriverError, KVMemoryError
+from pagemill.kvcache.cuda_driver import CudaDriver, Driver
 from pagemill.kvcache.pages import HUGE, private_memory
 from pagemill.kvcache.sizing import host_memory
+
+logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -52,6 +57,10 @@ class DeviceStreams(Protocol):
     @property
     def compute(self) -> Stream: ...
 
+    @property
+    def driver(self) -> Driver | None:
+        """Returns what maps the device's memory to addresses; None where nothing does."""
+
     def stream(self) -> Stream:
         """Returns a further stream."""
 
@@ -69,6 +78,9 @@ class DeviceStreams(Protocol):
         """Copies between pinned memory and the device's, in the order of the stream in use. Until that is done, the
         host may neither write the one nor read the other."""
 
+    def synchronize(self) -> None:
+        """Waits for all streams. Raises RuntimeError for an error of the device."""
+
 
 class CudaStreams:
     """Implements `DeviceStreams` by torch.cuda. Computations run in the stream that is current when they are asked
@@ -80,6 +92,16 @@ class CudaStreams:
     @property
     def compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.where)
+
+    @cached_property
+    def driver(self) -> Driver | None:
+        try:
+            if torch.version.hip is not None:
+                raise DriverError("torch is made for ROCm, not for CUDA")
+            return CudaDriver(self.where)
+        except DriverError as error:
+            logger.warning("the KV pool on %s keeps its memory, and cannot grow: %s", self.where, error)
+            return None
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
@@ -112,6 +134,9 @@ class CudaStreams:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.where)
 
 
 def _unpin(memory: NDArray[np.uint8]) -> None:

@@ -46,8 +46,10 @@ class FrameStorage(Protocol):
 
     def write(self, frames: Sequence[int], after: Any = None) -> AbstractContextManager[Places]: ...
 
-    def release(self, begin: int, end: int) -> None:
-        """Gives the memory of frames begin .. end - 1 back, where that can be; then they hold nothing of use."""
+    def resize(self, before: int, after: int) -> None:
+        """Lets the first `after` frames have memory in the place of the first `before`. That of others goes back, where
+        that can be; then they hold nothing of use. Raises KVMemoryError or DriverError, and changes nothing, where a
+        device refuses it."""
 
 
 class HostFrames:
@@ -102,10 +104,10 @@ class HostFrames:
     def write(self, frames: Sequence[int], after: Any = None) -> Iterator[Places]:
         yield [self._array[:, frame] for frame in frames]
 
-    def release(self, begin: int, end: int) -> None:
+    def resize(self, before: int, after: int) -> None:
         pieces, frames, size = self._array.shape
         for piece in range(pieces):
-            first, last = ((piece * frames + frame) * size for frame in (begin, end))
+            first, last = ((piece * frames + frame) * size for frame in (after, before))
             first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
             if first < last:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -5,6 +5,8 @@ takes a GPU a few microseconds, so that their frames can be written at once. Fro
 ("pinned") host memory, which a GPU copies to by itself at the bus's speed. Those that come are put into such memory,
 go to the device together, and a kernel puts them into their frames. Who brings them waits until they are there, so that
 nothing the GPU computes waits for the bus. Torch keeps pinned memory for the next ones once nobody holds the records.
+
+Where a pool can grow, its addresses are there for all frames, and memory for the first ones only (`MappedMemory`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pagemill.errors import KVStoreError
 from pagemill.kvcache.device_streams import DeviceStreams, Event
 from pagemill.kvcache.frame_access import Places, Reading
 from pagemill.kvcache.frames import not_allocated
+from pagemill.kvcache.mapped_memory import MappedMemory, open_mapped
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +49,34 @@ class GpuFrames:
     """Keeps frames in a device's memory. Copies are asked for by one thread, reads and writes by any. Nobody may use
     frames that are being written.
 
-    more: bytes that lie behind the frames, in one piece with them. Raises KVMemoryError if the memory cannot be had.
+    more: bytes that lie behind the frames, in one piece with them.
+    filled: the first frames, so many have memory, and the others may have some later; then frames are of one piece, and
+        the streams have a driver. None: all, for good.
+    Raises KVMemoryError if the memory cannot be had.
     """
 
-    def __init__(self, pieces: int, frames: int, piece_bytes: int, streams: DeviceStreams, more: int = 0) -> None:
+    def __init__(
+        self,
+        pieces: int,
+        frames: int,
+        piece_bytes: int,
+        streams: DeviceStreams,
+        more: int = 0,
+        filled: int | None = None,
+    ) -> None:
         nbytes = pieces * frames * piece_bytes
-        try:
-            memory = torch.empty(nbytes + more, dtype=torch.uint8, device=streams.where)
-        except RuntimeError as error:  # torch's out-of-memory is one
-            raise not_allocated(nbytes + more, streams.where, error) from error
+        self._mapped: MappedMemory | None = None
+        self._filled = frames if filled is None else filled
+        if filled is None:
+            try:
+                memory = torch.empty(nbytes + more, dtype=torch.uint8, device=streams.where)
+            except RuntimeError as error:  # torch's out-of-memory is one
+                raise not_allocated(nbytes + more, streams.where, error) from error
+        else:
+            assert streams.driver is not None
+            assert pieces == 1
+            parts = [(0, filled * piece_bytes), (nbytes, nbytes + more)]
+            self._mapped, memory = open_mapped(streams.driver, nbytes + more, streams.synchronize, parts)
         self.bytes = memory[:nbytes].view(pieces, frames, piece_bytes)
         self._streams = streams
         self._saves, self._numbers = streams.stream(), streams.stream()
@@ -85,10 +107,13 @@ class GpuFrames:
         return records, whole
 
     def begin_read(self, frames: Sequence[int]) -> Reading:
-        """Copies frames aside in the order of computations, and from there to the host beside these."""
+        """Copies frames aside in the order of computations, and from there to the host beside these. None can be read
+        if one of them has given its memory back."""
         if not len(frames):
             return Reading(np.empty((0, self.bytes[:, 0].numel()), dtype=np.uint8), [])
         with self._lock:
+            if self._filled <= max(frames) < self.bytes.shape[1]:
+                return self._unread(len(frames))
             waiting = self._on_their_way
             while waiting and (len(waiting) >= SNAPSHOTS or waiting[0].arrived.query()):
                 waiting[0].arrived.synchronize()  # before its memory is another's
@@ -97,7 +122,7 @@ class GpuFrames:
                 host = self._pinned(len(frames) * self.bytes[:, 0].numel())
             except KVStoreError as error:
                 logger.warning("%s", error)
-                return Reading(np.zeros((len(frames), self.bytes[:, 0].numel()), np.uint8), [False] * len(frames))
+                return self._unread(len(frames))
             with self._streams.use(self._numbers):  # while computations go on, and before loads that wait for the bus
                 numbers = self._upload(list(frames))
                 come = self._numbers.record_event()
@@ -109,6 +134,10 @@ class GpuFrames:
                 arrived = self._saves.record_event()
             waiting.append(Snapshot(records, numbers, arrived))
         return Reading(host.numpy().reshape(len(frames), -1), [True] * len(frames), arrived.synchronize)
+
+    def _unread(self, count: int) -> Reading:
+        """Returns what was read of frames, so many, that could not be."""
+        return Reading(np.zeros((count, self.bytes[:, 0].numel()), np.uint8), [False] * count)
 
     def _words(self) -> Tensor:
         """Returns the frames as the widest elements that they consist of: kernels move an element per thread."""
@@ -128,8 +157,8 @@ class GpuFrames:
         return there
 
     def _check(self, frames: Sequence[int]) -> None:
-        if min(frames) < 0 or max(frames) >= self.bytes.shape[1]:
-            raise IndexError(f"frames {[*frames]} are not all in 0 .. {self.bytes.shape[1] - 1}")
+        if min(frames) < 0 or max(frames) >= self._filled:
+            raise IndexError(f"frames {[*frames]} are not all in 0 .. {self._filled - 1}")
 
     def mark(self) -> Event:
         """Returns a mark of what the GPU has been asked to do so far."""
@@ -180,8 +209,21 @@ class GpuFrames:
         except RuntimeError as error:
             raise KVStoreError(f"{nbytes} bytes of host memory cannot be pinned for blocks: {error}") from error
 
-    def release(self, begin: int, end: int) -> None:
-        """Keeps the memory: a device's is had as a whole."""
+    def missing(self, frames: int) -> int:
+        """Returns how many bytes of the device the first frames, so many, lack."""
+        return 0 if self._mapped is None else self._mapped.missing(0, frames * self.bytes.shape[2])
+
+    def resize(self, before: int, after: int) -> None:
+        """Waits for the device where frames go. Keeps their memory where it was had as a whole."""
+        if self._mapped is None:
+            return
+        size = self.bytes.shape[2]
+        with self._lock:  # nobody begins to read them meanwhile
+            if after > before:
+                self._mapped.map(0, after * size)
+            else:
+                self._mapped.unmap(after * size, self.bytes.numel())
+            self._filled = after
 
 
 class Snapshot(NamedTuple):

@@ -46,7 +46,7 @@ class PagesAhead:
         self._starts = [piece.data_ptr() for piece in pool.frames.bytes]
         self._together = max(1, HUGE_PAGE // pool.layout.piece_bytes)
         """The neighbouring frames that fill about a huge page in each piece."""
-        self._ready = 0 if pool.device.type == "cpu" else pool.num_frames  # frames below have their pages
+        self._ready = 0 if pool.device.type == "cpu" else pool.capacity  # frames below have their pages
         self._made: set[int] = set()  # of the others, those that have
         self._lock = threading.Lock()
         self._slow = False  # huge pages were

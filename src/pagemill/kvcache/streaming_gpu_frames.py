@@ -41,12 +41,20 @@ def room_of(streamed: int, parts: Parts) -> int:
 
 class StreamingGpuFrames(GpuFrames):
     """Keeps frames in a device's memory, and those numbered from `frames` on, so many as `streamed`, in pinned memory
-    of the host. One thread asks for copies and brings parts; any reads and writes. Raises KVMemoryError if the memory
-    cannot be had.
+    of the host. One thread asks for copies and brings parts; any reads and writes. filled: see `GpuFrames`. Raises
+    KVMemoryError if the memory cannot be had.
     """
 
-    def __init__(self, frames: int, frame_bytes: int, streams: DeviceStreams, streamed: int, parts: Parts) -> None:
-        super().__init__(1, frames, frame_bytes, streams, more=room_of(streamed, parts))
+    def __init__(
+        self,
+        frames: int,
+        frame_bytes: int,
+        streams: DeviceStreams,
+        streamed: int,
+        parts: Parts,
+        filled: int | None = None,
+    ) -> None:
+        super().__init__(1, frames, frame_bytes, streams, room_of(streamed, parts), filled)
         self._first = frames
         self._all = frames + streamed
         self._parts = parts
@@ -143,7 +151,7 @@ class StreamingGpuFrames(GpuFrames):
         """Reads streamed frames at once, and others as `GpuFrames.begin_read` does."""
         if max(frames, default=0) < self._first:
             return super().begin_read(frames)
-        self._check(frames)
+        self._check([frame for frame in frames if not self._has_gone(frame)])
         within = [at for at, frame in enumerate(frames) if frame < self._first]
         reading = super().begin_read([frames[at] for at in within])
         records = np.zeros((len(frames), self.bytes.shape[2]), dtype=np.uint8)
@@ -185,9 +193,14 @@ class StreamingGpuFrames(GpuFrames):
         if self._brought is not None:
             self._brought.synchronize()
 
+    def _has_gone(self, frame: int) -> bool:
+        """Returns whether a frame of the pool has no memory."""
+        return self._filled <= frame < self._first
+
     def _check(self, frames: Sequence[int]) -> None:
-        if min(frames) < 0 or max(frames) >= self._all:
-            raise IndexError(f"frames {[*frames]} are not all in 0 .. {self._all - 1}")
+        if min(frames) < 0 or max(frames) >= self._all or any(map(self._has_gone, frames)):
+            gone = f", of which {self._filled} .. {self._first - 1} have gone" if self._filled < self._first else ""
+            raise IndexError(f"frames {[*frames]} are not all in 0 .. {self._all - 1}{gone}")
 
 
 def _wide(parts: Tensor) -> Tensor:
