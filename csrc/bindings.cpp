@@ -389,6 +389,33 @@ void attend_cache(const LayerCache& cache, Address query, int type, int64_t quer
     kernels().attend(args);
 }
 
+// tables [groups, every row, entries]; groups: numbers of some; rows, limits, chunks, order and common [count].
+void order_rows(const Input& tables, const std::vector<int32_t>& groups, const Input& rows, const Input& limits,
+                const Input& chunks, int block_size, int most, bool moves, const Output& order, const Output& common) {
+    const auto* all = elements<int32_t>("tables", tables, {kAny, kAny, kAny});
+    const auto num_groups = int64_t(tables.shape(0)), every = int64_t(tables.shape(1)), entries = int64_t(tables.shape(2));
+    const auto count = int64_t(rows.size());
+    const NeighbourArgs args{.tables = all,
+                             .group_stride = every * entries,
+                             .row_stride = entries,
+                             .groups = groups,
+                             .rows = elements<int32_t>("rows", rows, {count}),
+                             .limits = elements<int32_t>("limits", limits, {count}),
+                             .chunks = elements<int32_t>("chunks", chunks, {count}),
+                             .count = int(count),
+                             .block_size = block_size,
+                             .most = most,
+                             .moves = moves};
+    if (groups.empty() || block_size < 1 || most < 1) throw std::invalid_argument("there is nothing to compare");
+    for (const int32_t group : groups)
+        if (group < 0 || group >= num_groups) throw std::out_of_range("a group has no table");
+    for (int64_t i = 0; i < count; ++i)
+        if (args.rows[i] < 0 || args.rows[i] >= every || args.chunks[i] < 1 || args.limits[i] < 0 ||
+            args.limits[i] > entries * block_size)
+            throw std::out_of_range("a row has no table, or none that is so long");
+    order_neighbours(args, elements<int32_t>("order", order, {count}), elements<int32_t>("common", common, {count}));
+}
+
 // An adapter's addition to a layer of `n` outputs and `k` inputs: (a, b, begin, count, scale) of each part, in arrays
 // that belong to Python.
 class Addition {
@@ -726,6 +753,7 @@ NB_MODULE(_kernels, m) {
         .def(nb::init<int64_t, int64_t, const std::vector<std::tuple<Input, Input, int64_t, int64_t, float>>&>(),
              "out_features"_a, "in_features"_a, "parts"_a);
     m.def("add_low_rank", &add_low_rank);
+    m.def("order_rows", &order_rows, "See order_neighbours in shared_prefixes.h.");
     nb::class_<Adapter>(m, "Adapter").def(nb::init<>()).def("set", &set_addition);
     nb::class_<LayerCache>(m, "Cache")
         .def(nb::new_(&layer_cache), "key"_a, "value"_a, "key_scale"_a.none(), "value_scale"_a.none(),
