@@ -27,8 +27,8 @@ from pagemill.kvcache.layout import block_major
 pytestmark = pytest.mark.gpu
 
 Result = tuple[torch.Tensor, torch.Tensor]
-DECODING = [(300, 1), (390, 1), (270, 1), (1, 1), (400, 1), (260, 1), (310, 1)]
-MIXED = [(300, 1), (290, 2), (390, 1), (60, 20), (270, 1), (280, 1), (260, 1)]
+DECODING = [(300, 1), (270, 1), (140, 1), (383, 1), (260, 1)]
+MIXED = [(300, 1), (270, 1), (290, 2), (60, 20), (260, 1)]
 """Rows as (context, queries)."""
 
 
@@ -58,7 +58,7 @@ def shared_case(backend: Elsewhere, seed: int, rows: list[tuple[int, int]] = DEC
     draw = random.Random(seed)
     for row in range(1, len(rows)):
         if draw.random() < 0.9:
-            share(case, row, draw.randrange(row), draw.choice((50, 200, 300, 300, 400)))
+            share(case, row, draw.randrange(row), draw.choice((50, 256, 300, 400)))
     case.write_all(backend)
     return case
 
@@ -78,7 +78,9 @@ def joined(backend: Elsewhere, case: PagedCase) -> tuple[torch.Tensor, Attention
     return query, replace(batch, common=torch.from_numpy(common)), parts
 
 
-def attend(backend: Elsewhere, case: PagedCase, query: torch.Tensor, batch: AttentionBatch, **options: object) -> Result:
+def attend(
+    backend: Elsewhere, case: PagedCase, query: torch.Tensor, batch: AttentionBatch, **options: object
+) -> Result:
     output, lse = backend.attend(query, case.cache, batch, 0, scale=0.125, return_lse=True, **options)
     return output, lse
 
@@ -92,9 +94,8 @@ def check_same(one: Result, other: Result) -> None:
     ("dtype", "query_dtype", "settings", "options"),
     [
         (torch.float32, torch.float32, {"rows": MIXED}, {}),
-        (torch.bfloat16, torch.bfloat16, {"heads": 8, "kv_heads": 2}, {"soft_cap": 20.0}),
-        (torch.int8, torch.bfloat16, {"heads": 1, "block_size": 256}, {}),
-        ("fp8_e4m3", torch.float16, {"heads": 7, "block_size": 8}, {}),
+        (torch.bfloat16, torch.bfloat16, {"heads": 14, "kv_heads": 2, "block_size": 8}, {"soft_cap": 20.0}),
+        (torch.int8, torch.float16, {"heads": 1, "block_size": 256}, {}),
         ("int4_mixed", torch.bfloat16, {"heads": 2}, {}),
     ],
 )
@@ -105,14 +106,14 @@ def test_rows_attended_together_have_the_bits_of_rows_attended_alone(
     settings: dict[str, object],
     options: dict[str, float],
 ) -> None:
-    case = shared_case(backend, 51, dtype=dtype, query_dtype=query_dtype, **settings)
+    case = shared_case(backend, 73, dtype=dtype, query_dtype=query_dtype, **settings)
     query, batch, _ = joined(backend, case)
-    assert (batch.common > 0).sum() >= 2
+    assert batch.common.any()
     together = attend(backend, case, query, batch, **options)
     check_same(together, attend(backend, case, query, replace(batch, common=None), **options))
 
 
-@pytest.mark.parametrize("seed", [52, 53])
+@pytest.mark.parametrize("seed", [71, 74])
 def test_rows_attended_together_agree_with_dense_attention(backend: Elsewhere, seed: int) -> None:
     case = shared_case(backend, seed)
     query, batch, parts = joined(backend, case)
@@ -128,7 +129,7 @@ def test_rows_attended_together_agree_with_dense_attention(backend: Elsewhere, s
 
 def test_keys_in_common_are_read_once_by_the_first_row_s_table(backend: Elsewhere) -> None:
     """Those of the others name a frame of NaN there."""
-    case = shared_case(backend, 56)
+    case = shared_case(backend, 73)
     query, batch, _ = joined(backend, case)
     expected = attend(backend, case, query, batch)
     tables, group = batch.groups[0].tables.clone(), batch.groups[0]
@@ -143,14 +144,14 @@ def test_keys_in_common_are_read_once_by_the_first_row_s_table(backend: Elsewher
     starts = batch.query_start.tolist()
     spoilt = [bool(by_itself[starts[row]].isnan().all()) for row in range(len(common))]
     assert spoilt == [keys > 0 for keys in common]
-    assert sum(spoilt) >= 3
+    assert sum(spoilt) >= 2
 
 
 @pytest.mark.parametrize(
-    "options", [{"window": 300}, {"key_start": torch.zeros(7, dtype=torch.int32)}], ids=["window", "key_start"]
+    "options", [{"window": 300}, {"key_start": torch.zeros(5, dtype=torch.int32)}], ids=["window", "key_start"]
 )
 def test_windows_and_ranges_of_keys_are_attended_row_by_row(backend: Elsewhere, options: dict[str, object]) -> None:
-    case = shared_case(backend, 57)
+    case = shared_case(backend, 73)
     query, batch, _ = joined(backend, case)
     expected = attend(backend, case, query, replace(batch, common=None), **options)
     check_same(attend(backend, case, query, batch, **options), expected)
@@ -159,17 +160,17 @@ def test_windows_and_ranges_of_keys_are_attended_row_by_row(backend: Elsewhere, 
 def test_rows_that_share_a_scratch_in_turn_are_attended_together_within_it(
     backend: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = shared_case(backend, 58)
+    case = shared_case(backend, 73)
     query, batch, _ = joined(backend, case)
     common = batch.common.tolist()
-    assert any(common[first] for first in range(4, len(common), 4)), "somebody's first row is in another turn"
+    assert common[4] > 0, "its first row is in another turn"
     expected = attend(backend, case, query, batch)
     monkeypatch.setattr(triton_backend, "SCRATCH_BYTES", 1)
     check_same(attend(backend, case, query, batch), expected)
 
 
 def test_rows_that_pad_and_a_longer_context_change_no_bit(backend: Elsewhere) -> None:
-    case = shared_case(backend, 59)
+    case = shared_case(backend, 73)
     query, batch, _ = joined(backend, case)
     expected = attend(backend, case, query, batch)
     group = batch.groups[0]
