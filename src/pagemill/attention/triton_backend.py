@@ -178,6 +178,7 @@ class TritonAttention:
         self._options = launch_options(early and capability >= EARLY_CAPABILITY)
         self._writers: dict[tuple[object, ...], Launcher] = {}
         self._forms: dict[tuple[object, ...], _Form] = {}
+        self._counted: tuple[AttentionBatch, int] | None = None
 
     def write(
         self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
@@ -242,9 +243,9 @@ class TritonAttention:
             form = self._forms[shape] = self._form(query, cache, rest is not None)
         if cache.key.dtype == torch.uint8:
             query, scale = _rotated(query, form.dims), scale * form.together
-        few, shortest = min(form.short, batch.max_query_len), shortest_chunk(rows)
+        few, shortest = self._few(batch, form.short), shortest_chunk(rows)
         limited = any(each is not None for each in (window, key_start, key_end))
-        common = None if limited or rows == 1 or form.joined == 1 else batch.common
+        common = None if limited or rows == 1 or few > 1 or form.joined == 1 else batch.common
         chunks, (key, value) = most_chunks(batch.max_context_len, window, shortest), cache.elements
 
         def start(launch: Launcher, grid: Grid, first: int, chunk_output: Tensor | None, sums: Tensor | None) -> None:
@@ -261,6 +262,15 @@ class TritonAttention:
 
         _attend_rows(form, start, output, lse, batch, few, chunks)
         return output, lse
+
+    def _few(self, batch: AttentionBatch, short: int) -> int:
+        """Returns how many queries a row in chunks has at most, as far as the host knows. Found once per step."""
+        if batch.max_query_len <= short:
+            return batch.max_query_len
+        if self._counted is None or self._counted[0] is not batch:
+            few = short if batch.host is None else int((batch.host.query * (batch.host.query <= short)).max())
+            self._counted = batch, max(1, few)
+        return self._counted[1]
 
     def _form(self, query: Tensor, cache: LayerCache, rests: bool) -> _Form:
         """Returns how such queries are attended over such a cache. rests: with remainders."""

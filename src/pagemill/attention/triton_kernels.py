@@ -86,13 +86,10 @@ def attend(
     heads = tl.num_programs(1) * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     row, start, length, begin_token, idle = tokens_of_program(query_start, rows, TILE_TOKENS, SHORT, IN_CHUNKS)
-    apart = 1  # results from a token of the tile to the next
     if common is not None:
-        context = tl.load(context_lens + row)
-        joined = rows_of_program(common, row, context, shortest, LONGEST_CHUNK, CHUNKS, TILE_TOKENS)
+        joined = rows_of_program(common, context_lens, row, shortest, LONGEST_CHUNK, CHUNKS, TILE_TOKENS)
         idle |= joined == 0
         length = tl.where(joined > 1, joined, length)
-        apart = tl.where(joined > 1, few, 1)
     if idle:
         return
 
@@ -113,8 +110,7 @@ def attend(
         q = in_fp16(q) if tl.float16 == KEY_DOT else q.to(KEY_DOT)
 
     # Each query sees keys first .. last.
-    if common is None:
-        context = tl.load(context_lens + row)
+    context = tl.load(context_lens + row)
     position, first, last = keys_seen(context, positions, place, real, key_start, key_end, row)
     span = context
     if window is not None:
@@ -231,7 +227,7 @@ def attend(
     share = tl.where(total == 0, 0.0, 1.0 / total)[:, None]
     log2_sum = peak + tl.log2(total)
     out_at, out_there = place_results(
-        lse, chunk_output, chunk_lse, log2_sum, total, place, row, token * apart, head, heads, few, chunks, real, real
+        lse, chunk_output, chunk_lse, log2_sum, total, place, row, token, head, heads, few, chunks, real, real
     )
     stored_to = output if chunk_output is None else chunk_output
     ELEMENT: tl.constexpr = stored_to.dtype.element_ty

@@ -81,11 +81,12 @@ def chunk_of(span, shortest, LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def rows_of_program(
-    common, row, context, shortest,
+    common, context_lens, row, shortest,
     LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Returns for how many rows a program attends its chunk, from its own row on: 1 if the next does not have the whole
     chunk in common with it, and 0 if it is attended with an earlier row's. MOST: rows that are joined."""
+    context = tl.load(context_lens + row)
     end = (tl.program_id(2) + 1) * chunk_of(context, shortest, LONGEST_CHUNK, CHUNKS)
     at, rows = tl.program_id(0), tl.num_programs(0)
     index = 1 + tl.arange(0, triton.next_power_of_2(MOST))
