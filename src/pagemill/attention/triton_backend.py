@@ -178,7 +178,7 @@ class TritonAttention:
         self._options = launch_options(early and capability >= EARLY_CAPABILITY)
         self._writers: dict[tuple[object, ...], Launcher] = {}
         self._forms: dict[tuple[object, ...], _Form] = {}
-        self._counted: tuple[AttentionBatch, int] | None = None
+        self._counted: tuple[AttentionBatch, int, int] | None = None
 
     def write(
         self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
@@ -267,10 +267,10 @@ class TritonAttention:
         """Returns how many queries a row in chunks has at most, as far as the host knows. Found once per step."""
         if batch.max_query_len <= short:
             return batch.max_query_len
-        if self._counted is None or self._counted[0] is not batch:
+        if self._counted is None or self._counted[0] is not batch or self._counted[1] != short:
             few = short if batch.host is None else int((batch.host.query * (batch.host.query <= short)).max())
-            self._counted = batch, max(1, few)
-        return self._counted[1]
+            self._counted = batch, short, max(1, few)
+        return self._counted[2]
 
     def _form(self, query: Tensor, cache: LayerCache, rests: bool) -> _Form:
         """Returns how such queries are attended over such a cache. rests: with remainders."""
