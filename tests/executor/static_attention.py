@@ -1,4 +1,4 @@
-"""TorchAttention that waits for nothing in decode steps, so that a graph can hold it, and reads what rows have in common
+"""TorchAttention that waits for nothing in decode steps, so that a graph can hold it. What rows have in common it reads
 by the first one's table, as GPUs' attention does."""
 
 from __future__ import annotations
