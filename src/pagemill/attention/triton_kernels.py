@@ -8,9 +8,14 @@ Flash decoding (Dao et al., 2023): a row of few queries cuts its keys into chunk
 A tile is BLOCK_M queries of one KV head: TILE_TOKENS tokens, each with the GROUP heads that share this KV head, one
 token after the other. So keys and values are read once for all heads of a group.
 
+Rows of one query each that begin with the same frames are attended together, chunk by chunk: one program has all of
+their queries in its tile, in the places where a row of several queries has these, and reads the chunk once.
+
 Bits: tiles of keys and chunks begin at multiples of their length, a chunk's length follows from the row's own context
 and from `shortest`, and rows of few queries are attended in chunks whatever else is in the batch. So a query's bits
-depend on its own row and on `shortest`, never on what other rows hold.
+depend on its own row and on `shortest`, never on what other rows hold. Nor do they depend on rows that are attended
+together with it: it is the same code over the same chunk, and in a product, a maximum or a sum a query takes its own row
+of the tile alone. That one row of a matrix unit's tile is computed as any other is what this rests on.
 
 Strides are in elements. A name of a pointer that may be None says so; what depends on it is then left out.
 """
@@ -71,6 +76,8 @@ def attend(
     IN_CHUNKS: rows of at most SHORT queries, one tile each; grid [rows, kv_heads, chunks]. Results go to chunk_output
         fp32 [rows * few, heads, chunks, HEAD_DIM] and chunk_lse (base 2) [rows * few, heads, chunks], where `few` is
         the most queries that such a row has; to `output` if chunk_output is None, when no row has two chunks.
+    common [rows]: where `few` is 1, see `AttentionBatch`; or None. The first of the rows that have a chunk in common
+        attends it for all of them, the others' programs end at once.
     lse, key_scale and value_scale, rest_tables, key_start, key_end, soft_cap, window: may be None.
     KEY_DOT, VALUE_DOT: what products with keys and with values are computed in; sums are fp32.
     KEY_AS, VALUE_AS, PACKED, NATIVE: see `triton_tiles.py`. Where keys have 4 bits, queries come rotated, and both are
