@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 
 Result = tuple[torch.Tensor, torch.Tensor]
 DECODING = [(300, 1), (270, 1), (140, 1), (383, 1), (260, 1)]
-MIXED = [(300, 1), (270, 1), (290, 2), (60, 20), (260, 1)]
+MIXED = [(300, 1), (270, 1), (290, 1), (60, 20), (260, 1)]
 """Rows as (context, queries)."""
 
 
@@ -127,9 +127,10 @@ def test_rows_attended_together_agree_with_dense_attention(backend: Elsewhere, s
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_keys_in_common_are_read_once_by_the_first_row_s_table(backend: Elsewhere) -> None:
+@pytest.mark.parametrize("rows", [DECODING, MIXED], ids=["decoding", "beside a prompt"])
+def test_keys_in_common_are_read_once_by_the_first_row_s_table(backend: Elsewhere, rows: list[tuple[int, int]]) -> None:
     """Those of the others name a frame of NaN there."""
-    case = shared_case(backend, 73)
+    case = shared_case(backend, 73, rows=rows)
     query, batch, _ = joined(backend, case)
     expected = attend(backend, case, query, batch)
     tables, group = batch.groups[0].tables.clone(), batch.groups[0]
@@ -155,6 +156,13 @@ def test_windows_and_ranges_of_keys_are_attended_row_by_row(backend: Elsewhere, 
     query, batch, _ = joined(backend, case)
     expected = attend(backend, case, query, replace(batch, common=None), **options)
     check_same(attend(backend, case, query, batch, **options), expected)
+
+
+def test_rows_beside_one_of_two_queries_are_attended_one_by_one(backend: Elsewhere) -> None:
+    case = shared_case(backend, 73, rows=[*DECODING[:4], (260, 2)])
+    query, batch, _ = joined(backend, case)
+    assert batch.common.any()
+    check_same(attend(backend, case, query, batch), attend(backend, case, query, replace(batch, common=None)))
 
 
 def test_rows_that_share_a_scratch_in_turn_are_attended_together_within_it(

@@ -14,8 +14,8 @@ their queries in its tile, in the places where a row of several queries has thes
 Bits: tiles of keys and chunks begin at multiples of their length, a chunk's length follows from the row's own context
 and from `shortest`, and rows of few queries are attended in chunks whatever else is in the batch. So a query's bits
 depend on its own row and on `shortest`, never on what other rows hold. Nor do they depend on rows that are attended
-together with it: it is the same code over the same chunk, and in a product, a maximum or a sum a query takes its own row
-of the tile alone. That one row of a matrix unit's tile is computed as any other is what this rests on.
+together with it: it is the same code over the same chunk, and in products, maxima and sums a query takes its own row of
+the tile alone. This rests on matrix units that compute each row of a tile alike.
 
 Strides are in elements. A name of a pointer that may be None says so; what depends on it is then left out.
 """
