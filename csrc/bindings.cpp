@@ -393,7 +393,8 @@ void attend_cache(const LayerCache& cache, Address query, int type, int64_t quer
 void order_rows(const Input& tables, const std::vector<int32_t>& groups, const Input& rows, const Input& limits,
                 const Input& chunks, int block_size, int most, bool moves, const Output& order, const Output& common) {
     const auto* all = elements<int32_t>("tables", tables, {kAny, kAny, kAny});
-    const auto num_groups = int64_t(tables.shape(0)), every = int64_t(tables.shape(1)), entries = int64_t(tables.shape(2));
+    const auto num_groups = int64_t(tables.shape(0)), every = int64_t(tables.shape(1)),
+               entries = int64_t(tables.shape(2));
     const auto count = int64_t(rows.size());
     const NeighbourArgs args{.tables = all,
                              .group_stride = every * entries,

@@ -91,8 +91,7 @@ namespace {
 class Neighbours {
   public:
     Neighbours(const NeighbourArgs& args, int32_t* order, int32_t* common)
-        : args_(args), order_(order), common_(common), entries_(args.count), alike_(args.count),
-          next_(args.count) {
+        : args_(args), order_(order), common_(common), entries_(args.count), alike_(args.count), next_(args.count) {
         for (int i = 0; i < args.count; ++i)  // up to the last whole chunk
             entries_[i] = (args.limits[i] / args.chunks[i] * args.chunks[i] + args.block_size - 1) / args.block_size;
     }
@@ -102,9 +101,8 @@ class Neighbours {
         std::fill(common_, common_ + args_.count, 0);
         if (args_.moves) {
             const auto chunk = [&](int32_t row) { return entries_[row] ? args_.chunks[row] : INT32_MAX; };
-            std::sort(order_, order_ + args_.count, [&](int32_t a, int32_t b) {
-                return std::pair(chunk(a), a) < std::pair(chunk(b), b);
-            });
+            std::sort(order_, order_ + args_.count,
+                      [&](int32_t a, int32_t b) { return std::pair(chunk(a), a) < std::pair(chunk(b), b); });
             for (int begin = 0, end = 0; begin < args_.count; begin = end) {
                 while (end < args_.count && chunk(order_[end]) == chunk(order_[begin])) ++end;
                 if (entries_[order_[begin]]) arrange(begin, end, 0);
@@ -116,8 +114,7 @@ class Neighbours {
         for (int i = 1; i < args_.count; ++i) {
             const int32_t row = order_[i], before = order_[i - 1], chunk = args_.chunks[row];
             const int64_t keys = int64_t(common_[i]) * args_.block_size;
-            common_[i] =
-                int32_t(std::min<int64_t>({keys, args_.limits[row], args_.limits[before]}) / chunk * chunk);
+            common_[i] = int32_t(std::min<int64_t>({keys, args_.limits[row], args_.limits[before]}) / chunk * chunk);
         }
         cut_apart();
     }
@@ -142,9 +139,10 @@ class Neighbours {
     // Compares a row with another one, of whose entries so many are known to be the same.
     void compare(int32_t row, int32_t with, int32_t known) {
         alike_[row] = alike(row, with, known);
-        next_[row] = alike_[row] < entries_[row] ? args_.tables[args_.groups[0] * args_.group_stride +
-                                                                args_.rows[row] * args_.row_stride + alike_[row]]
-                                                 : -1;
+        next_[row] =
+            alike_[row] < entries_[row]
+                ? args_.tables[args_.groups[0] * args_.group_stride + args_.rows[row] * args_.row_stride + alike_[row]]
+                : -1;
     }
 
     // Orders rows begin .. end - 1, which have so many entries in common: the first, then those that have less and less
