@@ -43,6 +43,7 @@ BENCHMARKS = {
     "decode": ["benchmarks.gpu_decode"],
     "attention": ["benchmarks.gpu_attention", "--caches", "bfloat16"],
     "swap": ["benchmarks.gpu_swap", "--quick"],
+    "shared prefixes": ["benchmarks.gpu_shared_prefixes"],
     "products": ["benchmarks.gpu_products", "--quick"],
     "weights": ["benchmarks.gpu_weights", "--quick"],
     "operators": ["benchmarks.gpu_ops", "--quick"],

@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 
+#include <cstdint>
 #include <vector>
 
 namespace pagemill {
@@ -25,5 +26,22 @@ class SharedPrefixes {
     std::vector<QueryToken> order_;
     std::vector<SharedPrefix> prefixes_;
 };
+
+// Rows of a step as kernels for other devices attend them together: neighbours, and over whole chunks of keys.
+struct NeighbourArgs {
+    const int32_t* tables;  // those of layer group g and row r begin at tables + g * group_stride + r * row_stride
+    int64_t group_stride, row_stride;
+    std::vector<int32_t> groups;  // whose frames must be the same
+    const int32_t *rows, *limits, *chunks;  // [count]: row, keys that it may share, keys of a chunk
+    int count, block_size;
+    int most;  // rows that are attended together
+    bool moves;  // whether rows may be given another order
+};
+
+// Finds the order in which rows have the most keys in common with the one before: whole chunks, of the same length for
+// both. `common` [count] says how many, in that order, and is 0 for at least one of `most + 1` neighbours: rows that
+// share less are cut apart there. `order` [count]: numbers of `rows`. Takes time in proportion to the entries of tables
+// that are the same, not to their product with the logarithm of how many rows have them.
+void order_neighbours(const NeighbourArgs& args, int32_t* order, int32_t* common);
 
 }  // namespace pagemill

@@ -9,10 +9,12 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>  // IWYU pragma: keep
+#include <nanobind/stl/vector.h>    // IWYU pragma: keep
 
 using namespace nanobind::literals;
 
@@ -123,6 +125,34 @@ void attend_cache(const LayerCache& cache, Address query, int type, int64_t quer
     kernels().attend(args);
 }
 
+// tables [groups, every row, entries]; groups: numbers of some; rows, limits, chunks, order and common [count].
+void order_rows(const Input& tables, const std::vector<int32_t>& groups, const Input& rows, const Input& limits,
+                const Input& chunks, int block_size, int most, bool moves, const Output& order, const Output& common) {
+    const auto* all = elements<int32_t>("tables", tables, {kAny, kAny, kAny});
+    const auto num_groups = int64_t(tables.shape(0)), every = int64_t(tables.shape(1)),
+               entries = int64_t(tables.shape(2));
+    const auto count = int64_t(rows.size());
+    const NeighbourArgs args{.tables = all,
+                             .group_stride = every * entries,
+                             .row_stride = entries,
+                             .groups = groups,
+                             .rows = elements<int32_t>("rows", rows, {count}),
+                             .limits = elements<int32_t>("limits", limits, {count}),
+                             .chunks = elements<int32_t>("chunks", chunks, {count}),
+                             .count = int(count),
+                             .block_size = block_size,
+                             .most = most,
+                             .moves = moves};
+    if (groups.empty() || block_size < 1 || most < 1) throw std::invalid_argument("there is nothing to compare");
+    for (const int32_t group : groups)
+        if (group < 0 || group >= num_groups) throw std::out_of_range("a group has no table");
+    for (int64_t i = 0; i < count; ++i)
+        if (args.rows[i] < 0 || args.rows[i] >= every || args.chunks[i] < 1 || args.limits[i] < 0 ||
+            args.limits[i] > entries * block_size)
+            throw std::out_of_range("a row has no table, or none that is so long");
+    order_neighbours(args, elements<int32_t>("order", order, {count}), elements<int32_t>("common", common, {count}));
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& m) {
@@ -131,6 +161,7 @@ void bind_attention(nb::module_& m) {
              "float8"_a = nb::none())
         .def("write", &write_cache)
         .def("attend", &attend_cache);
+    m.def("order_rows", &order_rows, "See order_neighbours in shared_prefixes.h.");
 }
 
 }  // namespace pagemill

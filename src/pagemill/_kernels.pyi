@@ -144,6 +144,27 @@ def add_low_rank(
     """Adds to y [tokens, out_features], for x [tokens, in_features], what each run's addition gives for its tokens; no
     token may be in two."""
 
+def order_rows(
+    tables: Int32,
+    groups: list[int],
+    rows: Int32,
+    limits: Int32,
+    chunks: Int32,
+    block_size: int,
+    most: int,
+    moves: bool,
+    order: Int32,
+    common: Int32,
+) -> None:
+    """Writes an order [n] of `rows` [n], numbers from 0 on, in which neighbours have much in common; and, in that
+    order, how many keys each has in common with the one before it, in the same frames: `common` [n].
+
+    tables [any, every row, entries]: by layer group, of which `groups` count. limits [n]: keys that a row may share,
+    within its table. chunks [n]: keys are shared in multiples of so many, by rows that have the same. At most `most`
+    rows one after the other have something in common. moves: if not, the order stays.
+
+    Raises IndexError for groups, rows and limits that have no entries."""
+
 class Adapter:
     """What an adapter adds to each layer of a decoder. Keep the additions."""
 

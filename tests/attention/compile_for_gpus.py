@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gpu_compiler
-from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.attention.interface import AttentionBatch, GroupBatch, HostLengths
 from pagemill.attention.triton_backend import TritonAttention
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
@@ -63,7 +63,7 @@ def usual_cases(capability: int) -> Iterator[tuple[int, Case]]:
 def launch(capability: int, case: Case) -> None:
     """Writes and attends rows of 1 and 100 queries, 8 heads on 2 KV heads, through `TritonAttention`; and again for a
     layer group whose arrays begin at no multiple of 16 bytes, which must take no other code: steps would wait for the
-    compiler whenever the group's place changes."""
+    compiler whenever the group's place changes. Rows may have keys in common, or not, which is other code."""
     kv, head_dim = kv_format(case.format), case.head_dim
     shape = FrameShape(group_layers([None]), 2, BLOCK_SIZE, head_dim, head_dim, kv)
     cache = DevicePool(16, shape, layout=block_major).layer(0)
@@ -83,9 +83,12 @@ def launch(capability: int, case: Case) -> None:
             groups=(group,),
             max_query_len=TOKENS - 1,
             max_context_len=CONTEXT,
+            host=HostLengths(*(torch.tensor(each, dtype=torch.int32) for each in ([1, TOKENS - 1], [CONTEXT] * ROWS))),
         )
         attention.write(new_key, new_value, cache, slots, slots if kv.precise else None)
         attention.attend(query, cache, batch, 0, scale=0.1, **options)
+        joined = replace(batch, common=torch.zeros(ROWS, dtype=torch.int32))
+        attention.attend(query, cache, joined, 0, scale=0.1, **options)
 
 
 def spills(capability: int, case: Case) -> int:

@@ -36,10 +36,14 @@ class Elsewhere:
             context_lens=self.send(batch.context_lens),
             positions=self.send(batch.positions),
             groups=(self.group(batch.groups[group]),),
+            common=None if batch.common is None else self.send(batch.common),
         )
         sent = {name: self.send(option) if isinstance(option, Tensor) else option for name, option in options.items()}
         output, lse = self.backend.attend(self.send(query), self.cache(cache), there, 0, **sent)
         return output.cpu(), None if lse is None else lse.cpu()
+
+    def joined_rows(self, heads: int, kv_heads: int):
+        return self.backend.joined_rows(heads, kv_heads)
 
     def group(self, group: GroupBatch) -> GroupBatch:
         rest = None if group.remainders is None else self.group(group.remainders)

@@ -1,10 +1,18 @@
-"""TorchAttention that waits for nothing in decode steps, so that a graph can hold it, as GPUs' attention does."""
+"""TorchAttention that waits for nothing in decode steps, so that a graph can hold it. What rows have in common it reads
+by the first one's table, as GPUs' attention does."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
+from pagemill.attention.interface import JoinedRows
 from pagemill.attention.torch_backend import TorchAttention, _Part
+
+CHUNK = 16
+"""Keys that rows have in common are multiples of it: a block."""
 
 
 class StaticAttention(TorchAttention):
@@ -12,6 +20,21 @@ class StaticAttention(TorchAttention):
     written is written as the first token is, which is."""
 
     waits = False
+
+    def joined_rows(self, heads, kv_heads):
+        return JoinedRows(3, lambda context_lens, rows: np.full_like(context_lens, CHUNK))
+
+    def attend(self, query, cache, batch, group, *, window=None, **options):
+        if batch.common is not None and window is None:
+            of_group, size = batch.groups[group], cache.block_shape[1]
+            begins = torch.arange(of_group.tables.shape[1], device=query.device) * size
+            tables = [of_group.tables[0]]
+            for row in range(1, len(of_group.tables)):
+                tables.append(torch.where(begins < batch.common[row], tables[-1], of_group.tables[row]))
+            groups = [*batch.groups]
+            groups[group] = replace(of_group, tables=torch.stack(tables))
+            batch = replace(batch, groups=tuple(groups))
+        return super().attend(query, cache, batch, group, window=window, **options)
 
     def _parts(self, batch, heads, head_dim):
         if batch.max_query_len > 1:

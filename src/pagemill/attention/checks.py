@@ -55,6 +55,8 @@ def check_attend(
     check_contiguous("query_start", batch.query_start, torch.int32, (rows + 1,))
     check_contiguous("context_lens", batch.context_lens, torch.int32, (rows,))
     check_contiguous("positions", batch.positions, torch.int64, (tokens,))
+    if batch.common is not None:
+        check_contiguous("common", batch.common, torch.int32, (rows,))
     for name, limit in (("key_start", key_start), ("key_end", key_end)):
         if limit is not None:
             check_contiguous(name, limit, torch.int32, (rows,))

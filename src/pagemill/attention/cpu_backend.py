@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagemill import _kernels
 from pagemill.attention.checks import check_attend, check_write
-from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.attention.interface import AttentionBatch, JoinedRows, LayerCache
 from pagemill.ops.cpu_ops import dtype_code, kernel_name
 
 
@@ -38,6 +38,9 @@ class CpuAttention:
             dtype_code(key), slots.data_ptr(), 0 if remainder_slots is None else remainder_slots.data_ptr(),
             slots.shape[0],
         )  # fmt: skip
+
+    def joined_rows(self, heads: int, kv_heads: int) -> JoinedRows | None:
+        return None  # the kernels find them by themselves
 
     def attend(
         self,

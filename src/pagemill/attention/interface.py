@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -113,6 +115,9 @@ class AttentionBatch:
     groups       by layer group
     max_query_len, max_context_len: maxima over rows, on the host
     host         lengths on the host; None where they are not known to it, as in a step that is captured once for many
+    common       int32 [rows]      first keys that row r has in common with row r - 1: in the same frames, in all groups
+                                   without a window, and whole chunks of both; see `JoinedRows`. Only rows of one query
+                                   have any. None: no row does
     """
 
     query_start: Tensor
@@ -122,6 +127,19 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     host: HostLengths | None = None
+    common: Tensor | None = None
+
+
+class JoinedRows(NamedTuple):
+    """States how a backend attends rows together that have keys in common.
+
+    most: rows that it joins; so many in `AttentionBatch.common`, one after the other, have one that is 0.
+    chunks: returns the lengths of rows' chunks of keys, int32, for context lengths int32 [n] in a batch of so many
+        rows. Only rows with chunks of one length have keys in common.
+    """
+
+    most: int
+    chunks: Callable[[NDArray[np.int32], int], NDArray[np.int32]]
 
 
 class AttentionBackend(Protocol):
@@ -145,6 +163,9 @@ class AttentionBackend(Protocol):
 
         What a slot holds then depends on its own token only.
         """
+
+    def joined_rows(self, heads: int, kv_heads: int) -> JoinedRows | None:
+        """Returns how rows with keys in common are attended together, by so many heads; None: each by itself."""
 
     def attend(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagemill.attention.checks import check_attend
-from pagemill.attention.interface import AttentionBackend, AttentionBatch, LayerCache
+from pagemill.attention.interface import AttentionBackend, AttentionBatch, JoinedRows, LayerCache
 from pagemill.attention.support import AttentionNeeds, Support
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,9 @@ class LibraryAttention(Generic[Plan]):
         self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
         self._rest.write(key, value, cache, slots, remainder_slots)
+
+    def joined_rows(self, heads: int, kv_heads: int) -> JoinedRows | None:
+        return self._rest.joined_rows(heads, kv_heads)
 
     def attend(
         self,

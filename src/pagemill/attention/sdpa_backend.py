@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from pagemill.attention.checks import check_attend
-from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
+from pagemill.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    GroupBatch,
+    HostLengths,
+    JoinedRows,
+    LayerCache,
+)
 from pagemill.attention.sdpa_gather import Part, Span, gather, merge
 from pagemill.attention.sdpa_operators import GRANULE, LONG_QUERIES, HeadShape, Operator
 
@@ -78,6 +85,9 @@ class SdpaAttention:
         self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
     ) -> None:
         self._rest.write(key, value, cache, slots, remainder_slots)
+
+    def joined_rows(self, heads: int, kv_heads: int) -> JoinedRows | None:
+        return self._rest.joined_rows(heads, kv_heads)
 
     def attend(
         self,

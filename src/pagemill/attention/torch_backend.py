@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.attention.interface import AttentionBatch, JoinedRows, LayerCache
 from pagemill.attention.quantize import (
     dequantize,
     narrow,
@@ -83,6 +83,9 @@ class TorchAttention:
             self._written[slots] = tokens if len(tokens) < len(slots) else None
         found: Tensor | None = self._written[slots]
         return found
+
+    def joined_rows(self, heads: int, kv_heads: int) -> JoinedRows | None:
+        return None
 
     def attend(
         self,

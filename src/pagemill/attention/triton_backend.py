@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.attention import triton_latent
 from pagemill.attention.checks import check_attend, check_write
-from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.attention.interface import AttentionBatch, JoinedRows, LayerCache
 from pagemill.attention.quantize import rotated_together
 from pagemill.attention.triton_kernels import attend, merge_chunks
 from pagemill.attention.triton_latent import LatentTile, latent_tiles, padded
@@ -111,6 +113,19 @@ def shortest_chunk(rows: int) -> int:
     return SHORTEST_CHUNK * min(SHORT_CHUNKS_OF_ROWS, int(triton.next_power_of_2(rows)))
 
 
+def chunk_lengths(context_lens: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
+    """Returns how many keys the chunks of rows [n] without a window have, int32, in a batch of so many rows."""
+    chunks = np.full_like(context_lens, shortest_chunk(rows))
+    while (longer := (chunks < LONGEST_CHUNK) & (chunks * CHUNKS < context_lens)).any():
+        chunks[longer] *= 2
+    return chunks
+
+
+def most_joined(group: int) -> int:
+    """Returns how many rows of one query, with so many heads per KV head, fit into a tile of rows in chunks."""
+    return int(max(SHORT_TILE, triton.next_power_of_2(group))) // group
+
+
 def most_chunks(max_context: int, window: int | None, shortest: int) -> int:
     """Returns how many chunks a row may have at most, as the kernel cuts contexts of up to `max_context` keys."""
     span = max_context if window is None else min(max_context, window)
@@ -128,8 +143,8 @@ class _Form:
     """Says how queries of one shape are attended over caches of one shape.
 
     Rows of at most `short` tokens are attended by `in_chunks`, and their chunks put together by `merge`; longer ones by
-    `whole`, in tiles of `tokens`. programs: those that share a tile's heads. dims, together: how many a query is padded
-    to, and how many are rotated together, where keys have 4 bits.
+    `whole`, in tiles of `tokens`. programs: those that share a tile's heads. joined: rows that are attended together.
+    dims, together: how many a query is padded to, and how many are rotated together, where keys have 4 bits.
     """
 
     whole: Launcher
@@ -138,6 +153,7 @@ class _Form:
     short: int
     tokens: int
     programs: int
+    joined: int = 1
     dims: int = 0
     together: int = 1
 
@@ -162,6 +178,7 @@ class TritonAttention:
         self._options = launch_options(early and capability >= EARLY_CAPABILITY)
         self._writers: dict[tuple[object, ...], Launcher] = {}
         self._forms: dict[tuple[object, ...], _Form] = {}
+        self._counted: tuple[AttentionBatch, int, int] | None = None
 
     def write(
         self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
@@ -182,6 +199,10 @@ class TritonAttention:
             cache.key_scale, cache.value_scale, tokens,
             *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2]), *cache.strides,
         )  # fmt: skip
+
+    def joined_rows(self, heads: int, kv_heads: int) -> JoinedRows | None:
+        most = most_joined(heads // kv_heads)
+        return JoinedRows(most, chunk_lengths) if most > 1 else None
 
     def attend(
         self,
@@ -222,7 +243,9 @@ class TritonAttention:
             form = self._forms[shape] = self._form(query, cache, rest is not None)
         if cache.key.dtype == torch.uint8:
             query, scale = _rotated(query, form.dims), scale * form.together
-        few, shortest = min(form.short, batch.max_query_len), shortest_chunk(rows)
+        few, shortest = self._few(batch, form.short), shortest_chunk(rows)
+        limited = any(each is not None for each in (window, key_start, key_end))
+        common = None if limited or rows == 1 or few > 1 or form.joined == 1 else batch.common
         chunks, (key, value) = most_chunks(batch.max_context_len, window, shortest), cache.elements
 
         def start(launch: Launcher, grid: Grid, first: int, chunk_output: Tensor | None, sums: Tensor | None) -> None:
@@ -230,7 +253,8 @@ class TritonAttention:
                 grid,
                 query, output, lse, chunk_output, sums, key, value, cache.key_scale, cache.value_scale,
                 _from(first, tables), _from(first, rest), _from(first, batch.query_start),
-                _from(first, batch.context_lens), batch.positions, _from(first, key_start), _from(first, key_end),
+                _from(first, batch.context_lens), _from(first, common if chunk_output is not None else None),
+                batch.positions, _from(first, key_start), _from(first, key_end),
                 rows, few, chunks, scale, soft_cap, window,
                 *query.stride()[:2], *cache.strides, tables.stride(0), 0 if rest is None else rest.stride(0),
                 of_group.precise, shortest,
@@ -238,6 +262,15 @@ class TritonAttention:
 
         _attend_rows(form, start, output, lse, batch, few, chunks)
         return output, lse
+
+    def _few(self, batch: AttentionBatch, short: int) -> int:
+        """Returns how many queries a row in chunks has at most, as far as the host knows. Found once per step."""
+        if batch.max_query_len <= short:
+            return batch.max_query_len
+        if self._counted is None or self._counted[0] is not batch or self._counted[1] != short:
+            few = short if batch.host is None else int((batch.host.query * (batch.host.query <= short)).max())
+            self._counted = batch, short, max(1, few)
+        return self._counted[2]
 
     def _form(self, query: Tensor, cache: LayerCache, rests: bool) -> _Form:
         """Returns how such queries are attended over such a cache. rests: with remainders."""
@@ -273,6 +306,7 @@ class TritonAttention:
             short=short,
             tokens=max(long.queries, at_least) // size,
             programs=kv_heads,
+            joined=most_joined(size),
             dims=dims,
             together=together,
         )

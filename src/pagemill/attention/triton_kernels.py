@@ -8,9 +8,14 @@ Flash decoding (Dao et al., 2023): a row of few queries cuts its keys into chunk
 A tile is BLOCK_M queries of one KV head: TILE_TOKENS tokens, each with the GROUP heads that share this KV head, one
 token after the other. So keys and values are read once for all heads of a group.
 
+Rows of one query each that begin with the same frames are attended together, chunk by chunk: one program has all of
+their queries in its tile, in the places where a row of several queries has these, and reads the chunk once.
+
 Bits: tiles of keys and chunks begin at multiples of their length, a chunk's length follows from the row's own context
 and from `shortest`, and rows of few queries are attended in chunks whatever else is in the batch. So a query's bits
-depend on its own row and on `shortest`, never on what other rows hold.
+depend on its own row and on `shortest`, never on what other rows hold. Nor do they depend on rows that are attended
+together with it: it is the same code over the same chunk, and in products, maxima and sums a query takes its own row of
+the tile alone. This rests on matrix units that compute each row of a tile alike.
 
 Strides are in elements. A name of a pointer that may be None says so; what depends on it is then left out.
 """
@@ -35,6 +40,7 @@ from pagemill.attention.triton_walks import (
     chunk_of_program,
     keys_seen,
     place_results,
+    rows_of_program,
     tokens_of_program,
     weigh,
 )
@@ -48,7 +54,7 @@ from pagemill.ops.triton_early import let_next_begin, wait_for_previous
 def attend(
     query, output, lse, chunk_output, chunk_lse,
     key, value, key_scale, value_scale,
-    tables, rest_tables, query_start, context_lens, positions, key_start, key_end,
+    tables, rest_tables, query_start, context_lens, common, positions, key_start, key_end,
     rows, few, chunks, scale, soft_cap, window,
     query_token, query_head,
     key_frame, key_head, key_token, key_dim,
@@ -70,6 +76,8 @@ def attend(
     IN_CHUNKS: rows of at most SHORT queries, one tile each; grid [rows, kv_heads, chunks]. Results go to chunk_output
         fp32 [rows * few, heads, chunks, HEAD_DIM] and chunk_lse (base 2) [rows * few, heads, chunks], where `few` is
         the most queries that such a row has; to `output` if chunk_output is None, when no row has two chunks.
+    common [rows]: where `few` is 1, see `AttentionBatch`; or None. The first of the rows that have a chunk in common
+        attends it for all of them, the others' programs end at once.
     lse, key_scale and value_scale, rest_tables, key_start, key_end, soft_cap, window: may be None.
     KEY_DOT, VALUE_DOT: what products with keys and with values are computed in; sums are fp32.
     KEY_AS, VALUE_AS, PACKED, NATIVE: see `triton_tiles.py`. Where keys have 4 bits, queries come rotated, and both are
@@ -85,6 +93,10 @@ def attend(
     heads = tl.num_programs(1) * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     row, start, length, begin_token, idle = tokens_of_program(query_start, rows, TILE_TOKENS, SHORT, IN_CHUNKS)
+    if common is not None:
+        joined = rows_of_program(common, context_lens, row, shortest, LONGEST_CHUNK, CHUNKS, TILE_TOKENS)
+        idle |= joined == 0
+        length = tl.where(joined > 1, joined, length)
     if idle:
         return
 

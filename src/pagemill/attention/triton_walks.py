@@ -63,13 +63,37 @@ def chunk_of_program(
     of the row, by which the length of its chunks is chosen; see `most_chunks_of`."""
     begin, end = lowest, highest + 1
     if IN_CHUNKS:
-        chunk = shortest
-        while (chunk < LONGEST_CHUNK) & (chunk * CHUNKS < span):
-            chunk *= 2
+        chunk = chunk_of(span, shortest, LONGEST_CHUNK, CHUNKS)
         at_chunk = lowest // chunk + tl.program_id(2)
         begin = tl.maximum(begin, at_chunk * chunk)
         end = tl.minimum(end, (at_chunk + 1) * chunk)
     return begin, end
+
+
+@triton.jit
+def chunk_of(span, shortest, LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Returns how many keys a row's chunks have."""
+    chunk = shortest
+    while (chunk < LONGEST_CHUNK) & (chunk * CHUNKS < span):
+        chunk *= 2
+    return chunk
+
+
+@triton.jit
+def rows_of_program(
+    common, context_lens, row, shortest,
+    LONGEST_CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Returns for how many rows a program attends its chunk, from its own row on: 1 if the next does not have the whole
+    chunk in common with it, and 0 if it is attended with an earlier row's. MOST: rows that are joined."""
+    context = tl.load(context_lens + row)
+    end = (tl.program_id(2) + 1) * chunk_of(context, shortest, LONGEST_CHUNK, CHUNKS)
+    at, rows = tl.program_id(0), tl.num_programs(0)
+    index = 1 + tl.arange(0, triton.next_power_of_2(MOST))
+    joins = tl.load(common + row + index, (index < MOST) & (at + index < rows), other=0) >= end
+    joined = tl.min(tl.where(joins, MOST, index), 0)
+    led = (at > 0) & (tl.load(common + row) >= end)
+    return tl.where(led, 0, joined)
 
 
 def most_chunks_of(span: int, chunk: int, longest: int, chunks: int) -> int:

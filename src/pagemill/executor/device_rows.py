@@ -71,14 +71,15 @@ class Edits:
 class Queries(NamedTuple):
     """Describes query tokens of some rows, one row after the other: arrays on the device, and what the host knows.
 
-    rows, starts int32 [n]; query_start int32 [n + 1]. tokens: how many there are; they may be more than
-    query_start[n]: what lies behind is of nobody. longest_query, longest_context: at least the maxima over rows.
-    host: the rows' lengths, where the host knows them.
+    rows, starts int32 [n]; query_start int32 [n + 1]; common int32 [n], see `AttentionBatch`. tokens: how many there
+    are; they may be more than query_start[n]: what lies behind is of nobody. longest_query, longest_context: at least
+    the maxima over rows. host: the rows' lengths, where the host knows them.
     """
 
     rows: Tensor
     starts: Tensor
     query_start: Tensor
+    common: Tensor
     tokens: int
     longest_query: int
     longest_context: int
@@ -119,7 +120,7 @@ class DeviceRows:
     def inputs(self, queries: Queries) -> tuple[Tensor, AttentionBatch]:
         """Returns the tokens, int64 [tokens], and what attention needs of them. Rows behind whose last query token
         others stand have no query and no context."""
-        rows, starts, query_start, tokens, longest_query, longest_context, host = queries
+        rows, starts, query_start, common, tokens, longest_query, longest_context, host = queries
         size, of_rows = self._host.block_size, rows.long()
         lens = query_start[1:] - query_start[:-1]
         if longest_query == 1 and tokens == len(rows):
@@ -142,5 +143,6 @@ class DeviceRows:
             max_query_len=longest_query,
             max_context_len=longest_context,
             host=host,
+            common=common,
         )
         return self.tokens.view(-1)[of_tokens * self.tokens.shape[1] + positions].long(), batch

@@ -229,8 +229,9 @@ class DeviceSteps:
         on_layer: OnLayer | None = None,
     ) -> Tensor:
         """Runs a step of these rows over this pool."""
-        rows, starts, query_start, last, written, *choices = (place.of(memory) for place in places)
-        queries = Queries(rows, starts, query_start, shape.tokens, shape.longest_query, shape.longest_context, host)
+        rows, starts, query_start, common, last, written, *choices = (place.of(memory) for place in places)
+        lengths = shape.tokens, shape.longest_query, shape.longest_context
+        queries = Queries(rows, starts, query_start, common, *lengths, host)
         token_ids, batch = there.inputs(queries)
         decoder = self._worker.decoder
         batch, caches = pool.attended(batch, streams=on_layer is not None)

@@ -225,12 +225,19 @@ class GpuExecutor(LocalExecutor):
         )
         decodes = shape.longest_query == 1 and len(rows) > 0 and not plan.forks and not self._streams_blocks(plan)
         padded = self._steps.padded(shape) if decodes else None
-        written = self._steps.rows.place(rows, ends[plan.sample_from])
+        size = len(plan.rows) if padded is None else padded.tokens
+        order, common = self.common_keys.find(plan.rows, plan.starts, plan.query_lens, size, moves=True)
+        given, samples = (plan, np.arange(len(rows))) if order is None else plan.in_order(order)
+        of_samples = choices.at(samples)
+        written = self._steps.rows.place(rows, ends[plan.sample_from])[samples]
+        places = np.empty(len(rows), np.int32)
         if padded is None:
-            places, arrays = np.arange(len(rows), dtype=np.int32), step_arrays(plan, written, choices)
+            places[samples] = np.arange(len(rows))
+            arrays = step_arrays(given, common, written, of_samples)
         else:
-            places, nobody, nowhere = plan.sample_from, self._steps.rows.nobody, self._steps.rows.nowhere
-            arrays = padded_arrays(plan, written, choices, padded.tokens, nobody, nowhere)
+            places[samples] = given.sample_from
+            nobody, nowhere = self._steps.rows.nobody, self._steps.rows.nowhere
+            arrays = padded_arrays(given, common, written, of_samples, padded.tokens, nobody, nowhere)
         slot = self._ring.take()
         try:
             self.give(slot, slot.stage([*arrays, *self._edits.take()]), shape, padded)

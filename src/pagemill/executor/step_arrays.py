@@ -1,5 +1,5 @@
-"""A step's arrays, as the device gets them: rows, starts, where each row's queries begin, which queries are sampled,
-where their tokens go, and how each is chosen (`Choices`)."""
+"""A step's arrays, as the device gets them: rows, starts, where each row's queries begin, the keys that rows have in
+common, which queries are sampled, where their tokens go, and how each is chosen (`Choices`)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from pagemill.sampling.kernels import Choices
 from pagemill.scheduling.step_plan import StepPlan
 
 
-def step_arrays(plan: StepPlan, written: NDArray[np.int64], choices: Choices) -> list[Array]:
-    """Returns a plan's arrays. written: by sample, the flat place of its token."""
+def step_arrays(plan: StepPlan, common: NDArray[np.int32], written: NDArray[np.int64], choices: Choices) -> list[Array]:
+    """Returns a plan's arrays. common: see `AttentionBatch`. written: by sample, the flat place of its token."""
     query_start = np.zeros(len(plan.rows) + 1, np.int32)
     np.cumsum(plan.query_lens, out=query_start[1:])
     last = query_start[1:][plan.sample_from].astype(np.int64) - 1
-    return [plan.rows, plan.starts, query_start, last, written, *choices]
+    return [plan.rows, plan.starts, query_start, common, last, written, *choices]
 
 
 def nobodys_arrays(size: int, nobody: int, nowhere: int) -> list[Array]:
     """Returns the arrays of a decode step of `size` rows that are all `nobody`'s: as `padded_arrays` gives them for a
     plan without rows."""
     rows, last = np.full(size, nobody, np.int32), np.arange(size)
-    starts, query_start = np.zeros(size, np.int32), np.zeros(size + 1, np.int32)
-    return [rows, starts, query_start, last, np.full(size, nowhere), *Choices.argmax(size)]
+    zeros, query_start = np.zeros(size, np.int32), np.zeros(size + 1, np.int32)
+    return [rows, zeros, query_start, zeros, last, np.full(size, nowhere), *Choices.argmax(size)]
 
 
 def padded_arrays(
-    plan: StepPlan, written: NDArray[np.int64], choices: Choices, size: int, nobody: int, nowhere: int
+    plan: StepPlan,
+    common: NDArray[np.int32],
+    written: NDArray[np.int64],
+    choices: Choices,
+    size: int,
+    nobody: int,
+    nowhere: int,
 ) -> list[Array]:
     """Returns the arrays of a plan whose rows have one query token each, for `size` rows with a sample each.
 
@@ -47,4 +53,4 @@ def padded_arrays(
     last = np.arange(size)
     alike = Choices.argmax(1)
     chosen = [spread(getattr(choices, name), getattr(alike, name)[0], at) for name in Choices._fields]
-    return [rows, starts, query_start, last, spread(written, nowhere, at), *chosen]
+    return [rows, starts, query_start, spread(common, 0, slice(count)), last, spread(written, nowhere, at), *chosen]

@@ -106,6 +106,7 @@ def prepare(
         np.zeros(rows, np.int32),
         trial.context_lens - trial.query_lens,
         np.concatenate(([0], trial.query_lens.cumsum())).astype(np.int32),
+        np.zeros(rows, np.int32),
         np.full(trial.samples, tokens - 1),
         np.full(trial.samples, there.nowhere),
         *choices_of(trial.samples, trial.draws, trial.truncates),

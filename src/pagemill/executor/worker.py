@@ -4,6 +4,7 @@ tables. It carries out the parts of a step plan that concern these."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.executor.backend import Backend
+from pagemill.executor.common_keys import CommonKeys
 from pagemill.executor.interface import ExecutorMemory
 from pagemill.executor.rows import Inputs, Rows
 from pagemill.kvcache.device_pool import DevicePool
@@ -54,6 +56,9 @@ class Worker:
         self.rows = Rows(
             shape.groups, max_num_seqs, max_model_len, shape.block_size, backend.device, shape.format.precise
         )
+        spec, attention = decoder.spec, backend.attention
+        joined = None if spec.latent is not None else attention.joined_rows(spec.num_heads, spec.num_kv_heads)
+        self.common_keys = CommonKeys(self.rows, shape.groups, joined)
         self._read_ahead: ReadAhead | LayersAhead | None = None
 
     def allocate(
@@ -114,7 +119,12 @@ class Worker:
         adapters: Sequence[AdapterTokens] = (),
     ) -> Tensor:
         """Returns the hidden states of query tokens, whose keys and values are in the pool then."""
-        batch, caches = self.pool.attended(inputs.batch(), streams=on_layer is not None)
+        batch = inputs.batch()
+        if self.common_keys:
+            rows, starts, query_lens = inputs.of_rows, inputs.starts, inputs.query_lens
+            _, common = self.common_keys.find(rows, starts, query_lens, len(rows), moves=False)
+            batch = replace(batch, common=self.rows.to_device(common))
+        batch, caches = self.pool.attended(batch, streams=on_layer is not None)
         return self.decoder.forward(token_ids, batch, caches, on_layer, adapters)
 
     def reading_ahead(self, rows: NDArray[np.int32], ends: NDArray[np.int32]) -> OnLayer | None:

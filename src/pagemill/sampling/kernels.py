@@ -50,6 +50,12 @@ class Choices(NamedTuple):
         zeros = np.zeros(rows, np.float32)
         return cls(zeros, np.zeros(rows, np.int64), np.ones(rows, np.float32), zeros, np.zeros(rows))
 
+    def at(self, rows: Ids) -> Choices:
+        """Returns the choices of these rows, in this order."""
+        return Choices(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniforms[rows]
+        )
+
     @property
     def truncate(self) -> bool:
         """True if the rows that draw do not all draw from the whole vocabulary."""

@@ -115,6 +115,26 @@ class StepPlan:
             chosen_tokens=[],
         )
 
+    def in_order(self, order: NDArray[np.int32]) -> tuple[StepPlan, NDArray[np.int64]]:
+        """Returns this step with its rows in another order, without what is asked of prompts and of drafts; and, of its
+        samples, which follow the rows, the numbers that they have here.
+
+        order: int32 [n], indices into `rows`.
+        """
+        places = np.argsort(order)[self.sample_from].astype(np.int32)
+        samples = np.argsort(places, kind="stable")
+        ordered = replace(
+            self,
+            rows=self.rows[order],
+            starts=self.starts[order],
+            query_lens=self.query_lens[order],
+            generates=self.generates[order],
+            sample_from=places[samples],
+            sample_to=self.sample_to[samples],
+            max_accepted=self.max_accepted[samples],
+        )
+        return ordered, samples
+
 
 class DraftWork(NamedTuple):
     """Counts what a draft model did for a plan, or a part of one.
