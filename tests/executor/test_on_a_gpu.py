@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -19,6 +20,7 @@ from interpreter import DEVICE
 from models.small_llama import save_llama
 from pagemill import LLM, SamplingParams
 from pagemill.errors import KVMemoryError
+from pagemill.executor.common_keys import CommonKeys
 from pagemill.executor.graphs import batch_sizes
 from pagemill.hub.registry import REGISTRY
 
@@ -128,6 +130,28 @@ def test_a_prompt_alone_has_the_tokens_that_it_has_in_a_batch(model, on_cpu) -> 
         for prompt, expected in zip(prompts(), on_cpu(), strict=True):
             output = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)[0]
             assert tuple(output.outputs[0].token_ids) == expected
+
+
+def test_rows_behind_a_common_prompt_are_attended_together(model, monkeypatch) -> None:
+    if model != MODEL:
+        pytest.skip("the random model's contexts are shorter than a chunk")
+    draw, joined, find = random.Random(8), [], CommonKeys.find
+    common = [draw.randrange(3, VOCAB) for _ in range(600)]
+    asked = [{"prompt_token_ids": [*common, draw.randrange(3, VOCAB), row + 3]} for row in range(4)]
+
+    def noting(*args, **how):
+        order, found = find(*args, **how)
+        joined.append(np.count_nonzero(found))
+        return order, found
+
+    monkeypatch.setattr(CommonKeys, "find", noting)
+    tokens = {}
+    for device in (DEVICE, "cpu"):
+        with LLM(model, device=device, **(SETTINGS | {"max_model_len": 1024})) as llm:
+            llm.generate(asked[0], GREEDY, use_tqdm=False)  # whose blocks the others find
+            tokens[device] = [tuple(one.outputs[0].token_ids) for one in llm.generate(asked, GREEDY, use_tqdm=False)]
+    assert tokens[DEVICE] == tokens["cpu"]
+    assert max(joined) >= 2, "with 3 query heads per KV head, a tile holds five rows"
 
 
 @pytest.mark.parametrize("host", [{}, {"kv_host_memory": "64MiB", "preemption_mode": "swap"}], ids=["again", "swap"])
