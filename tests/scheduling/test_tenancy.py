@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scheduler_bench import Bench, expected, expected_of_search, make_request, make_search
+from scheduler_bench import Bench, expected, make_request
 
 from pagemill.errors import (
     ConfigError,
     KVMemoryError,
     RequestTooLargeError,
-    TooManyWaitingError,
-    UnknownTenantError,
 )
 from pagemill.tenant_limits import TenantLimits
 
@@ -262,153 +258,6 @@ def test_nobody_saves_up_service_by_being_idle():
         bench.step()
     done = [name for name, _ in bench.reasons][before:]
     assert 4 <= sum(name.startswith("a") for name in done) <= 6
-
-
-@pytest.mark.parametrize(
-    ("limits", "n", "message"),
-    [
-        (
-            TenantLimits(max_blocks=4),
-            1,
-            r"takes 5 KV blocks .* can count on 4 \(its max_blocks is 4; 0 of the pool's 20",
-        ),
-        (TenantLimits(max_blocks_per_request=4), 1, r"takes 5 KV blocks .* max_blocks_per_request .* is 4"),
-        (TenantLimits(max_blocks_per_request=7), 2, r"takes 8 KV blocks of 4 tokens with n=2"),
-        (TenantLimits(max_running=1), 2, r"n is 2, but max_running lets 1"),
-    ],
-)
-def test_what_can_never_fit_its_tenants_limits_is_refused_at_once(limits, n, message):
-    bench = bench_of({"a": limits}, frames=20, block_size=SIZE, max_num_seqs=4)
-    with pytest.raises(RequestTooLargeError, match=message):
-        bench.scheduler.add(make_request("big", [1] * 10, 10, n=n, tenant="a"))
-    assert not bench.scheduler.has_work()
-
-
-def test_a_search_wider_than_its_tenant_may_run_is_refused_at_once():
-    bench = bench_of({"a": TenantLimits(max_running=2)})
-    with pytest.raises(RequestTooLargeError, match=r"beam_width is 3, but max_running lets 2 .* 'a'") as caught:
-        bench.scheduler.add(make_search("wide", [1] * 5, 4, 3, tenant="a"))
-    assert caught.value.param == "beam_width"
-    bench.scheduler.add(make_search("fits", [1] * 5, 4, 2, tenant="a"))
-    bench.run()
-
-
-def test_rows_that_an_accepted_request_needs_to_begin_stay():
-    """Also of one that runs, if it may be preempted and must begin again."""
-    bench = bench_of({"a": TenantLimits(max_running=3)}, max_num_seqs=4, budget=16)
-
-    def lower(most: int) -> None:
-        bench.scheduler.set_tenant("a", TenantLimits(max_running=most))
-
-    parallel = make_request("n", [1] * 20, 6, n=3, ignore_eos=True, tenant="a")
-    bench.scheduler.add(parallel)
-    for _ in range(2):  # before it has begun, and with a part of its prompt computed
-        with pytest.raises(ConfigError, match=r"'n' needs 3 sequences to run at once, and max_running .* 'a' would be"):
-            lower(2)
-        bench.step()
-    lower(1)  # each of them can go on alone
-    bench.run()
-    assert bench.outputs["n", 2] == expected(parallel, 2)
-    lower(2)
-    search = make_search("search", [1] * 5, 6, 2, tenant="a", ignore_eos=True)
-    bench.scheduler.add(search)
-    for _ in range(3):
-        with pytest.raises(ConfigError, match=r"'search' needs 2 sequences to run at once"):
-            lower(1)
-        bench.step()
-    bench.run()
-    assert bench.found["search"] == expected_of_search(search)
-
-
-def test_a_session_grows_to_its_limit_and_no_further():
-    bench = bench_of({"a": TenantLimits(max_blocks_per_session=4)}, frames=20, block_size=SIZE)
-    with pytest.raises(RequestTooLargeError, match=r"session may grow to 20 .* max_blocks_per_session .* 'a' is 4"):
-        bench.scheduler.add(make_request("turn", [1] * 10, 10, tenant="a", in_session=True))
-    for in_session, most in ((True, 4 * SIZE + 1), (False, 40)):
-        request = make_request(f"{in_session}", [1] * 10, 30, ignore_eos=True, tenant="a", in_session=in_session)
-        request.params.max_tokens = None
-        bench.scheduler.add(request)
-        assert request.max_len == most
-    bench.run()
-
-
-def test_what_others_are_guaranteed_can_not_be_counted_on():
-    bench = bench_of({"calm": TenantLimits(guaranteed_blocks="50%")}, frames=8, block_size=SIZE)
-    with pytest.raises(RequestTooLargeError, match=r"can count on 4 .*; 4 of the pool's 8 are guaranteed to others"):
-        bench.scheduler.add(make_request("big", [1] * 10, 10))
-    bench.scheduler.add(make_request("fits", [1] * 10, 7, ignore_eos=True))
-    bench.run()
-
-
-def test_beyond_max_waiting_requests_are_refused_until_there_is_room():
-    bench = bench_of({"a": TenantLimits(max_waiting=2)}, max_num_seqs=1, budget=8)
-    for i in range(3):  # the first can begin at once
-        bench.scheduler.add(make_request(f"a{i}", [i], 3, ignore_eos=True, tenant="a"))
-    for _ in range(2):
-        with pytest.raises(TooManyWaitingError, match=r"2 sequences of tenant 'a' wait, and max_waiting is 2"):
-            bench.scheduler.add(make_request("a3", [3], 3, tenant="a"))
-        bench.step()
-    while bench.scheduler.num_waiting == 2:
-        bench.step()
-    bench.scheduler.add(make_request("a3", [3], 3, ignore_eos=True, tenant="a"))
-    bench.run()
-    assert {name for name, _ in bench.reasons} == {"a0", "a1", "a2", "a3"}
-
-
-@pytest.mark.parametrize(("limits", "taken"), [({}, 4 + 2), ({"max_running": 3}, 3 + 2)])
-def test_who_can_begin_at_once_does_not_wait(limits, taken):
-    bench = bench_of({"a": TenantLimits(max_waiting=2, **limits)}, max_num_seqs=4)
-
-    def add_all() -> int:
-        names = [f"{bench.now}-{i}" for i in range(9)]
-        for i, name in enumerate(names):
-            with contextlib.suppress(TooManyWaitingError):
-                bench.scheduler.add(make_request(name, [i], 3, ignore_eos=True, tenant="a"))
-        return sum(name in bench.scheduler.state.requests for name in names)
-
-    for _ in range(2):
-        assert add_all() == taken
-        bench.run()
-    assert add_all() == taken
-    for name in bench.scheduler.request_ids():
-        bench.scheduler.abort(name, bench.now)
-    assert add_all() == taken
-
-
-def test_who_was_left_waiting_for_blocks_waits_although_rows_are_free():
-    bench = bench_of({"a": TenantLimits(max_waiting=1)}, frames=4, block_size=SIZE, caching=False)
-    for i in range(2):
-        bench.scheduler.add(make_request(f"a{i}", [i] * 8, 6, ignore_eos=True, tenant="a"))
-    bench.step()
-    assert bench.scheduler.num_running == 1
-    with pytest.raises(TooManyWaitingError, match=r"1 sequences of tenant 'a' wait"):
-        bench.scheduler.add(make_request("a2", [2], 3, tenant="a"))
-    bench.run()
-
-
-def test_where_none_may_wait_none_is_taken():
-    bench = bench_of({"a": TenantLimits(max_waiting=0)})
-    with pytest.raises(TooManyWaitingError, match=r"0 sequences of tenant 'a' wait, and max_waiting is 0"):
-        bench.scheduler.add(make_request("a", [1], 3, tenant="a"))
-
-
-def test_an_unknown_tenant_is_refused():
-    with pytest.raises(UnknownTenantError, match=r"no tenant 'nobody'; known: default"):
-        Bench().scheduler.add(make_request("r", [1], 1, tenant="nobody"))
-
-
-def test_limits_that_an_accepted_request_needs_stay():
-    bench = bench_of({"a": TenantLimits(max_blocks=8)}, frames=20, block_size=SIZE)
-    bench.scheduler.add(make_request("r", [1] * 10, 10, ignore_eos=True, tenant="a"))
-    bench.step()
-    with pytest.raises(ConfigError, match=r"'r' may grow to 20 tokens, which takes 5 .* 'a' could count on 4"):
-        bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
-    with pytest.raises(ConfigError, match=r"tenant 'b': the request 'r' .* could count on 4"):
-        bench.scheduler.set_tenant("b", TenantLimits(guaranteed_blocks=16))
-    bench.scheduler.set_tenant("a", TenantLimits(max_blocks=5))
-    bench.run()
-    bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
-    assert load_of(bench, "a").account.charged <= 4
 
 
 def test_tenants_find_nothing_of_each_other():
