@@ -205,7 +205,10 @@ def test_those_used_longest_ago_make_room(folder, store, caplog):
         os.utime(files[dtype], (1000 + age, 1000 + age))
     load_on("cpu", folder, packed=store, dtype="float32")  # it has been used last now
     (store.root / "left.part").write_bytes(bytes(1 << 20))  # of a process that has died
-    limit = sum(file.stat().st_size for file in files.values())
+    alone = PackedStore(store.root.with_name("alone"), 64 << 20)
+    alone.root.mkdir()
+    load_on("cpu", folder, packed=alone, dtype="float16")
+    limit = files["float32"].stat().st_size + sum(file.stat().st_size for file in alone.root.iterdir())
     load_on("cpu", folder, packed=PackedStore(store.root, limit), dtype="float16")
     held = {*store.root.iterdir()}
     assert files["float32"] in held
