@@ -227,17 +227,19 @@ class GpuExecutor(LocalExecutor):
         padded = self._steps.padded(shape) if decodes else None
         size = len(plan.rows) if padded is None else padded.tokens
         order, common = self.common_keys.find(plan.rows, plan.starts, plan.query_lens, size, moves=True)
-        given, samples = (plan, np.arange(len(rows))) if order is None else plan.in_order(order)
-        of_samples = choices.at(samples)
+        given, samples = plan, np.arange(len(rows))
+        if order is not None:
+            given, samples = plan.in_order(order)
+            choices = choices.at(samples)
         written = self._steps.rows.place(rows, ends[plan.sample_from])[samples]
         places = np.empty(len(rows), np.int32)
         if padded is None:
             places[samples] = np.arange(len(rows))
-            arrays = step_arrays(given, common, written, of_samples)
+            arrays = step_arrays(given, common, written, choices)
         else:
             places[samples] = given.sample_from
             nobody, nowhere = self._steps.rows.nobody, self._steps.rows.nowhere
-            arrays = padded_arrays(given, common, written, of_samples, padded.tokens, nobody, nowhere)
+            arrays = padded_arrays(given, common, written, choices, padded.tokens, nobody, nowhere)
         slot = self._ring.take()
         try:
             self.give(slot, slot.stage([*arrays, *self._edits.take()]), shape, padded)

@@ -61,14 +61,8 @@ class LocalExecutor(Worker):
         self._adapters: dict[int, Adapter] = {}
         self._logits = torch.empty(0, facts.vocab_size)
 
-    def allocate(
-        self,
-        num_frames: int,
-        streamed_frames: int = 0,
-        streamed_folder: Path | None = None,
-        room: int | None = None,
-    ) -> int:
-        first_streamed = super().allocate(num_frames, streamed_frames, streamed_folder, room)
+    def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
+        first_streamed = self.make_pool(num_frames, streamed_frames, streamed_folder, self.memory().total)
         if self.draft is not None:
             self.draft.begin(self.pool, self.rows, self.sampler)
         return first_streamed

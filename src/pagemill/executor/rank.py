@@ -196,7 +196,7 @@ def _do(worker: Worker, message: Any) -> Any:
     try:
         match message:
             case Allocate():
-                return worker.allocate(*message)
+                return worker.make_pool(*message)
             case Resize():
                 return worker.resize(message.num_frames)
             case TakeLoss():

@@ -41,7 +41,7 @@ class Connect(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """Makes the pool; see `Worker.allocate`. Answered with the number of the first streamed frame."""
+    """Makes the pool; see `Worker.make_pool`. Answered with the number of the first streamed frame."""
 
     num_frames: int
     streamed_frames: int

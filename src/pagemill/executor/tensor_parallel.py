@@ -55,15 +55,9 @@ class TensorParallelExecutor(LocalExecutor):
         self.ranks = ranks
         self._parts = parts
 
-    def allocate(
-        self,
-        num_frames: int,
-        streamed_frames: int = 0,
-        streamed_folder: Path | None = None,
-        room: int | None = None,
-    ) -> int:
-        room = self.memory().total // (len(self.ranks) + 1) if room is None else room  # the same for all of them
-        first = super().allocate(num_frames, streamed_frames, streamed_folder, room)
+    def make_pool(self, num_frames: int, streamed_frames: int, streamed_folder: Path | None, room: int) -> int:
+        room //= len(self.ranks) + 1  # the same for all of them
+        first = super().make_pool(num_frames, streamed_frames, streamed_folder, room)
         others = self.ranks.ask(Allocate(num_frames, streamed_frames, streamed_folder, room))
         if streamed_frames and any(other != first for other in others):
             raise KVMemoryError(

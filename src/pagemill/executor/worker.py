@@ -61,20 +61,14 @@ class Worker:
         self.common_keys = CommonKeys(self.rows, shape.groups, joined)
         self._read_ahead: ReadAhead | LayersAhead | None = None
 
-    def allocate(
-        self,
-        num_frames: int,
-        streamed_frames: int = 0,
-        streamed_folder: Path | None = None,
-        room: int | None = None,
-    ) -> int:
-        """Does what `Executor.allocate` says. room: bytes that the pool can grow to; None: all that the device has."""
+    def make_pool(self, num_frames: int, streamed_frames: int, streamed_folder: Path | None, room: int) -> int:
+        """Does what `Executor.allocate` says. room: bytes that the pool can grow to."""
         self.pool = DevicePool(
             num_frames,
             self._shape,
             self._device,
             self._layout,
-            room=self.memory().total if room is None else room,
+            room=room,
             streamed_frames=streamed_frames,
             streamed_folder=streamed_folder,
             streams=self._streams,
