@@ -129,7 +129,7 @@ def test_rows_attended_together_agree_with_dense_attention(backend: Elsewhere, s
 
 @pytest.mark.parametrize("rows", [DECODING, MIXED], ids=["decoding", "beside a prompt"])
 def test_keys_in_common_are_read_once_by_the_first_row_s_table(backend: Elsewhere, rows: list[tuple[int, int]]) -> None:
-    """Those of the others name a frame of NaN there."""
+    """The tables of other rows name a frame of NaN there."""
     case = shared_case(backend, 73, rows=rows)
     query, batch, _ = joined(backend, case)
     expected = attend(backend, case, query, batch)

@@ -185,7 +185,7 @@ class CheckedDevice(TorchDispatchMode):
         self._late: list[str] = []
         self._graph: CheckedGraph | None = None
         self.driver: Any = None
-        """What maps its memory, such as a `CheckedDriver`, if anything does."""
+        """Maps its memory, as a `CheckedDriver` does; None where nothing does."""
         self._saved: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._reads_back = _ReadsBack(self)
 

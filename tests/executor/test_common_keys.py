@@ -1,4 +1,4 @@
-"""Which rows have keys in common, in which order they have the most, and that devices get the tokens of the host so."""
+"""Rows with keys in common are brought together, as many keys as can be, and devices give the host's tokens then."""
 
 from __future__ import annotations
 

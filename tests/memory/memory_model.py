@@ -69,7 +69,7 @@ class Device:
 
 
 def apart_in(memory: MemoryManager, table: BlockTable) -> int:
-    """Of the steps from one of its blocks to the next, those that do not lead to the neighbouring frame."""
+    """Returns how many steps from one of its blocks to the next do not lead to the neighbouring frame."""
     rows = [[memory.core.blocks.frame[b] for b in held if b >= 0] for held in table.blocks]
     return sum(there != here + 1 for row in rows for here, there in pairwise(row))
 

@@ -1,4 +1,4 @@
-"""What a match needs in each layer group, and what tables hold and need, with sliding windows and without."""
+"""Matches and tables need and hold other blocks in each layer group, with sliding windows and without."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def make_request(
 
 
 def expected_vector(request: Request) -> float:
-    """Of the simulated device."""
+    """Returns what the simulated device gives for it."""
     tokens = request.prompt_token_ids
     if request.pooling.reads_all_tokens:
         return np.float32(hidden_sum(tokens, 0, len(tokens))[0] / len(tokens))

@@ -35,7 +35,7 @@ def test_what_a_load_lost_is_computed():
 
 
 def test_of_a_prompt_whose_windows_went_down_what_the_pool_still_has_is_not_loaded():
-    """What a window has left is evicted first, the full blocks before it are in the pool: both together are found."""
+    """Blocks that a window has left are evicted first, full ones before it stay: both are found together."""
     bench = Bench(frames=20, windows=(None, 12), tier=1)
     assert bench.tier is not None
     bench.tier.random.random = lambda: 0.0  # type: ignore[method-assign]

@@ -207,7 +207,7 @@ def test_what_can_never_fit_is_refused_at_once():
 
 
 def test_a_pool_above_the_least_is_refused_where_rounded_guarantees_leave_less():
-    """Of 39 blocks 7 and 19 are guaranteed to others, of 40 blocks 8 and 20."""
+    """The guarantees of others are 7 and 19 of 39 blocks, and 8 and 20 of 40."""
     bench = Bench(frames=60)
     for name, share in (("one", "20%"), ("other", "50%")):
         bench.scheduler.set_tenant(name, TenantLimits(guaranteed_blocks=share))

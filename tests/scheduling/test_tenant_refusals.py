@@ -1,4 +1,4 @@
-"""What a tenant's limits refuse: at once, or not at all once a request was accepted."""
+"""A tenant's limits refuse requests at once, or not at all once a request was accepted."""
 
 from __future__ import annotations
 

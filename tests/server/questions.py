@@ -1,4 +1,4 @@
-"""What is asked of a served model in the tests of its HTTP API."""
+"""Questions that the tests of the HTTP API ask of a served model."""
 
 MODEL = "smollm2-135m"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}]}

@@ -1,4 +1,4 @@
-"""What is refused, in OpenAI's shape: every error names the field and the reason, and nothing of our insides."""
+"""Refusals have OpenAI's shape: every error names the field and the reason, and nothing of our insides."""
 
 import httpx
 import openai

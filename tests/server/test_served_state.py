@@ -1,4 +1,4 @@
-"""What a server says of itself: its models, health, metrics, and its pool while that is resized."""
+"""A server tells of itself: its models, health, metrics, and its pool while that is resized."""
 
 import asyncio
 import re
