@@ -24,18 +24,9 @@ namespace {
 // As integers; linear.h takes the others.
 bool quantized(const PackedLinear& weight) { return weight.format == Format::int8 || weight.format == Format::int4; }
 
-// Tiles take as long for a few rows of quantized weights as for many. The set below holds these weights alike.
-#if defined(__AMX_INT8__) && defined(PAGEMILL_BELOW)
-#define FEW_ROWS_FROM_BELOW
-constexpr int64_t kFewRows = 4;
-#endif
-
 void linear_of_any_format(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
                           int64_t m) {
     if (m <= 0) return;
-#if defined(FEW_ROWS_FROM_BELOW)
-    if (quantized(weight) && m <= kFewRows) return below().linear(weight, x, x_row, y, y_row, type, m);
-#endif
     if (quantized(weight)) linear_quantized(weight, x, x_row, y, y_row, type, m);
     else linear(weight, x, x_row, y, y_row, type, m);
 }
@@ -43,9 +34,6 @@ void linear_of_any_format(const PackedLinear& weight, const void* x, int64_t x_r
 void linear_argmax(const PackedLinear& weight, const void* x, int64_t x_row, DType type, int64_t m,
                    const AllowedOutputs& allowed, int64_t* tokens) {
     if (m <= 0) return;
-#if defined(FEW_ROWS_FROM_BELOW)
-    if (quantized(weight) && m <= kFewRows) return below().linear_argmax(weight, x, x_row, type, m, allowed, tokens);
-#endif
     Argmax argmax{tokens, type, allowed};
     if (quantized(weight)) linear_quantized(weight, x, x_row, nullptr, 0, type, m, &argmax);
     else linear(weight, x, x_row, nullptr, 0, type, m, &argmax);

@@ -9,12 +9,13 @@
 // values q, and for each of its two halves of 32 k a slope and an offset per output. The weight is (slope * q + offset)
 // >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded to 8 bits. quantized_direct.h
 // multiplies few rows without writing them down as 8-bit lines. Four panels lie together, a group's steps of each after
-// the other: so a task reads one stream. Where VNNI multiplies bytes, which takes one side without sign,
-// weights are held 128 higher, and so is what they expand to.
+// the other: so a task reads one stream. Where x86 multiplies bytes, which takes one side without sign, weights are
+// held 128 higher, and so is what they expand to.
 #pragma once
 
 #include "../memory.h"
 #include "../threads.h"
+#include "below.h"
 #include "linear_tiles.h"
 #include "quantized_amx.h"
 #include "quantized_bytes.h"
@@ -199,6 +200,13 @@ struct QuantizedRun {
 
 void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
                       int64_t m, Argmax* argmax = nullptr) {
+#if defined(__AMX_INT8__) && defined(PAGEMILL_BELOW)
+    // Tiles take as long for a few rows as for many. The set below holds these weights alike.
+    constexpr int64_t kFewRows = 4;
+    if (m <= kFewRows && argmax)
+        return below().linear_argmax(weight, x, x_row, type, m, argmax->allowed, argmax->tokens);
+    if (m <= kFewRows) return below().linear(weight, x, x_row, y, y_row, type, m);
+#endif
     const Tiles tiles = cut_rows(m, weight.n, kRowsInTile, kBlockRows8, kOwnOutputs8);
     const int64_t steps = steps_of(weight.k);
     const Rows rows(tiles.count, steps);
