@@ -19,6 +19,7 @@ from pagemill.kvcache.peer_wire import PeerError
 from pagemill.kvcache.store_format import HEAD_BYTES, StoreFormat
 from pagemill.kvcache.tcp_peer import TcpPeer
 from peer_proxy import Proxy
+from waiting import wait_until
 
 SECRET = b"of all replicas of this fleet..."
 GREETED = 40 + 1 + 32 + 2 + len(FORMAT.to_json())
@@ -73,7 +74,7 @@ def test_blocks_arrive_as_they_are_held(server, group):
     many = out(HELD)
     assert all(peer.read(asked(*range(HELD)), many))
     assert all((many[i] == content(i)).all() for i in range(HELD))
-    assert server.stats().blocks == 4 + HELD
+    wait_until(lambda: server.stats().blocks == 4 + HELD, server.stats)
     peer.close()
 
 
