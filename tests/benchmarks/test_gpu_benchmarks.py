@@ -63,7 +63,8 @@ def test_sampling() -> None:
     assert "| both | 2 | 2000.0 |" in gpu_sampling.table(results)
 
 
-def test_launches() -> None:
+def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_launches, "CONTEXT", 320)
     sizes = gpu_decode.Sizes(96, 64, 4, 2, 16, 48, layers=2, itemsize=4)
     backend = gpu_launches.gpu_operators(torch.device(DEVICE), CAPABILITY)
     results = gpu_launches.run(sizes, backend, torch.float32, Clock())
