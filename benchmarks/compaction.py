@@ -37,7 +37,7 @@ def decoding(arguments: argparse.Namespace, scattered: bool, kv_compaction: str)
     config = EngineConfig(
         model=str(resolve_model(MODEL)), dtype=arguments.dtype, kv_memory="1GiB", max_model_len=length,
         max_num_seqs=rows, max_num_batched_tokens=1024, enable_prefix_caching=False,
-        kv_compaction=kv_compaction,
+        kv_compaction=kv_compaction, speculative_config="off",
     )  # fmt: skip
     core = EngineCore(config)
     core.resize(frames * core.executor.pool.layout.frame_bytes)

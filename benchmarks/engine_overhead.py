@@ -89,7 +89,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     settings = {"dtype": args.dtype, "max_num_seqs": max(args.running), "max_model_len": 512}
-    core = EngineCore(EngineConfig(model=args.model, quantization=args.quantization, **settings))
+    core = EngineCore(
+        EngineConfig(model=args.model, quantization=args.quantization, speculative_config="off", **settings)
+    )
     spent: dict[str, float] = defaultdict(float)
     decoder = core.executor.decoder
     timed(decoder, "forward", "forward", spent)

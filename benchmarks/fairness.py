@@ -84,7 +84,14 @@ class RealEngine:
 
     def __init__(self, limits: dict[str, TenantLimits]) -> None:
         path, memory = str(resolve_model(MODEL)), f"{KV_MIB}MiB"
-        config = EngineConfig(model=path, max_model_len=2048, max_num_seqs=ROWS, kv_memory=memory, tenants=limits)
+        config = EngineConfig(
+            model=path,
+            max_model_len=2048,
+            max_num_seqs=ROWS,
+            kv_memory=memory,
+            tenants=limits,
+            speculative_config="off",
+        )
         self._core = EngineCore(config)
 
     def now(self) -> float:

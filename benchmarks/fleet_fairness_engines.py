@@ -134,7 +134,7 @@ async def measure(
 async def run(given: argparse.Namespace) -> None:
     config = EngineConfig(
         model=str(resolve_model(MODEL)), max_model_len=512, max_num_seqs=given.rows, kv_memory="128MiB", num_threads=1,
-        tenants=LIMITS,
+        tenants=LIMITS, speculative_config="off",
     )  # fmt: skip
     shares: defaultdict[Case, list[float]] = defaultdict(list)
     speeds, firsts = defaultdict(list, shares), defaultdict(list, shares)

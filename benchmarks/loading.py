@@ -76,7 +76,8 @@ def timed(*args, **kwargs):
     seen["held"] = status("VmRSS") - before; seen["peak"] = status("VmHWM") - before
     return model
 share.load_model = timed
-core = pagemill.engine.core.EngineCore(EngineConfig(**settings, kv_memory="256MiB", max_model_len=1024), None)
+settings |= {"kv_memory": "256MiB", "max_model_len": 1024, "speculative_config": "off"}
+core = pagemill.engine.core.EngineCore(EngineConfig(**settings), None)
 params = SamplingParams(max_tokens=33, ignore_eos=True)
 core.add_request(EngineRequest(request_id="r", prompt_token_ids=list(range(1, 17)), params=params, arrival_s=0.0))
 core.step()

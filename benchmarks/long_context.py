@@ -60,6 +60,7 @@ def make(arguments: argparse.Namespace, folder: str, kv_memory: str | int) -> En
             model=str(resolve_model(MODEL)), dtype=arguments.dtype, kv_memory=kv_memory,
             kv_disk_memory=longest // 16 * frame_bytes(arguments) * 5 // 4, kv_disk_path=folder, max_model_len=longest,
             hf_overrides={"max_position_embeddings": longest}, max_num_seqs=1, max_num_batched_tokens=CHUNK,
+            speculative_config="off",
         )
     )  # fmt: skip
 

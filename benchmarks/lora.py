@@ -107,6 +107,7 @@ def measure(given: argparse.Namespace, folder: Path) -> None:
         enable_prefix_caching=False,
         enable_lora=True,
         max_lora_rank=given.rank,
+        speculative_config="off",
     )
     cores = [EngineCore(config), EngineCore(config)]
     decoders = []

@@ -80,7 +80,9 @@ def main() -> None:
             write_checkpoint(folder, shape)
             if name == "gptq":
                 pack(folder)
-            cores[name] = EngineCore(EngineConfig(model=str(folder), max_num_seqs=1, max_model_len=1024))
+            cores[name] = EngineCore(
+                EngineConfig(model=str(folder), max_num_seqs=1, max_model_len=1024, speculative_config="off")
+            )
             print(name, cores[name].ready.description)
     found = {name: [] for name in cores}
     for number in range(args.rounds + 1):

@@ -86,7 +86,13 @@ def engine(dtype: str, frames: int, **settings: Any) -> EngineCore:
     frame_bytes = BLOCK_ELEMENTS * getattr(torch, dtype).itemsize
     core = EngineCore(
         EngineConfig(
-            model=path, dtype=dtype, max_model_len=2048, kv_memory=frames * frame_bytes, block_size=BLOCK, **settings
+            model=path,
+            dtype=dtype,
+            max_model_len=2048,
+            kv_memory=frames * frame_bytes,
+            block_size=BLOCK,
+            speculative_config="off",
+            **settings,
         )
     )
     assert core.ready.num_frames == frames

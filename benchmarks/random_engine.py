@@ -73,6 +73,7 @@ def random_engine(
     config = EngineConfig(
         model="random weights", block_size=BLOCK_SIZE, max_num_seqs=rows, max_model_len=longest,
         max_num_batched_tokens=max(budget, rows), kv_memory=frames * layout.frame_bytes, target_tpot_ms="off",
+        speculative_config="off",
     )  # fmt: skip
     return EngineCore(config, executor=executor)
 

@@ -179,7 +179,7 @@ def main() -> None:
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     config = EngineConfig(
         model=str(resolve_model(MODEL)), dtype=arguments.dtype, kv_memory="1GiB", max_model_len=2048,
-        max_num_seqs=6 * arguments.requests, enable_prefix_caching=False,
+        max_num_seqs=6 * arguments.requests, enable_prefix_caching=False, speculative_config="off",
     )  # fmt: skip
     core = EngineCore(config)
     run(core, forked("beam2", draw_requests(WORKLOADS["alpaca"], 2, tokenize(MODEL), seed=0)))  # warm-up

@@ -51,7 +51,7 @@ def serve(arguments: argparse.Namespace) -> Run:
         core = EngineCore(
             EngineConfig(
                 model=str(resolve_model(MODEL)), dtype=arguments.dtype, kv_memory=frames * frame, max_model_len=8192,
-                max_num_seqs=2, target_tpot_ms="off", enable_prefix_caching=True, **lower,
+                max_num_seqs=2, target_tpot_ms="off", enable_prefix_caching=True, speculative_config="off", **lower,
             )
         )  # fmt: skip
         generator, seconds, got = np.random.default_rng(0), {True: [0.0][:0], False: [0.0][:0]}, [0][:0]

@@ -99,6 +99,7 @@ def main() -> None:
         max_num_seqs=given.running,
         kv_memory="1GiB",
         enable_prefix_caching=False,
+        speculative_config="off",
     )
     cores = [EngineCore(config), EngineCore(config)]
     print(f"{cpu_model()}; {cores[0].ready.model}; {given.running} running, {given.tokens} tokens each")

@@ -86,6 +86,7 @@ class Engine:
         config = EngineConfig(
             path, tensor_parallel_size=ranks, num_threads=threads, dtype="bfloat16", max_model_len=length,
             max_num_seqs=rows, max_num_batched_tokens=max(512, rows), kv_memory="256MiB", enable_prefix_caching=False,
+            speculative_config="off",
         )  # fmt: skip
         self.core = EngineCore(config)
         params = SamplingParams(temperature=0.0, max_tokens=length - 16, ignore_eos=True)

@@ -106,8 +106,8 @@ def test_the_cache_may_have_a_dtype_of_its_own(dtype):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (3, "is 3; it must be None or a dict with method='ngram', 'suffix', 'draft_model' or 'medusa'"),
-        ({}, "is {}; it must be None or a dict with method='ngram'"),
+        (3, "is 3; it must be 'auto', 'off' or a dict with method='ngram', 'suffix', 'draft_model' or 'medusa'"),
+        ({}, "is {}; it must be 'auto', 'off' or a dict with method='ngram'"),
         ({"method": "eagle"}, "method is 'eagle'; it must be one of ngram, suffix, draft_model, medusa; no other way"),
         ({"method": "ngram", "draft": "m"}, "it has no 'draft'; known: method, model, num_speculative_tokens"),
         ({"method": "draft_model"}, "method is 'draft_model', but there is no model; name"),
@@ -132,10 +132,11 @@ def test_a_wrong_speculative_config_is_refused_in_words(value, words):
     assert caught.value.param == "speculative_config"
 
 
-def test_a_speculative_config_may_be_a_dict_and_is_off_by_default():
+def test_a_speculative_config_may_be_a_dict_or_off_and_is_chosen_by_default():
     given = EngineConfig(model="m", speculative_config={"method": "ngram", "num_speculative_tokens": 5})
     assert given.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=5)
-    assert EngineConfig(model="m").speculative_config is None
+    assert EngineConfig(model="m").speculative_config == "auto"
+    assert {EngineConfig(model="m", speculative_config=off).speculative_config for off in ("off", None)} == {"off"}
     drafts = EngineConfig(model="m", speculative_config={"method": "draft_model", "model": Path("d")})
     assert drafts.speculative_config == SpeculativeConfig(method="draft_model", model="d")
 

@@ -170,15 +170,16 @@ class EngineConfig:
         ),
     ] = "auto"
     speculative_config: Annotated[
-        SpeculativeConfig | None,
+        SpeculativeConfig | Literal["auto", "off"],
         about(
-            'JSON object: {"method": "ngram"} drafts tokens by looking up the last ones in prompt and answer, '
-            '{"method": "suffix"} in other answers of the same tenant and cache salt too, '
-            '{"method": "draft_model", "model": NAME} by a smaller model, {"method": "medusa", "model": FOLDER} by '
-            "heads trained for the model; several are verified in one step. Default: one token at a time."
+            'How tokens are drafted, of which several are verified in one step. JSON object: {"method": "ngram"} looks '
+            'the last ones up in prompt and answer, {"method": "suffix"} in other answers of the same tenant and cache '
+            'salt too, {"method": "draft_model", "model": NAME} asks a smaller model, {"method": "medusa", "model": '
+            "FOLDER} heads trained for the model. auto: ngram on CPU, off on GPUs; off: one token at a time."
         ),
-    ] = None
-    """A dict of `SpeculativeConfig`'s fields is taken too. The answers are the same, to the bit on CPU."""
+    ] = "auto"
+    """A dict of `SpeculativeConfig`'s fields is taken too, and None for "off". The answers are the same, to the bit on
+    CPU."""
     preemption_mode: Annotated[
         Literal["auto", "swap", "recompute"],
         about(
@@ -251,7 +252,9 @@ class EngineConfig:
         if isinstance(self.tenants, (str, os.PathLike)):
             self.tenants = read_tenants_file(self.tenants).limits
         self.tenants = read_limits(self.tenants)
-        if self.speculative_config is not None:
+        if self.speculative_config is None:
+            self.speculative_config = "off"
+        if self.speculative_config not in ("auto", "off"):
             self.speculative_config = SpeculativeConfig.read(self.speculative_config)
         if isinstance(self.dtype, str):
             self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)  # type: ignore[assignment]
@@ -261,6 +264,11 @@ class EngineConfig:
         check_fields(self, ConfigError)
         self._check_contradictions()
         self._check_adapters()
+
+    @property
+    def asked_drafts(self) -> SpeculativeConfig | None:
+        """Returns how tokens are drafted if that was asked for; None for "auto" and "off"."""
+        return self.speculative_config if isinstance(self.speculative_config, SpeculativeConfig) else None
 
     def lora_requests(self) -> list[LoRARequest]:
         """Returns the adapters that are loaded with the model."""
@@ -314,7 +322,7 @@ class EngineConfig:
         """Raises ConfigError for what a model in parts cannot do."""
         if self.tensor_parallel_size == 1:
             return
-        drafting = None if self.speculative_config is None else self.speculative_config.model
+        drafting = None if self.asked_drafts is None else self.asked_drafts.model
         for name, value, way_out in (
             ("enable_lora", self.enable_lora or None, "merge the adapter into the model"),
             ("speculative_config", drafting, "draft by 'ngram' or 'suffix', which need no model"),
@@ -358,7 +366,7 @@ if TYPE_CHECKING:
         session_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         weights_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         hf_overrides: dict[str, Any] | None = None  # type: ignore[assignment]
-        speculative_config: SpeculativeConfig | dict[str, Any] | None = None  # type: ignore[assignment]
+        speculative_config: SpeculativeConfig | dict[str, Any] | Literal["auto", "off"] | None = "auto"  # type: ignore[assignment]
         tenants: str | os.PathLike[str] | TenantsDict = field(default_factory=dict)  # type: ignore[assignment]
 else:
     Settings = EngineConfig

@@ -100,7 +100,7 @@ class SpeculativeConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict) or "method" not in values:
             raise ConfigError(
-                f"speculative_config is {shown(values)}; it must be None or a dict with method='ngram', "
+                f"speculative_config is {shown(values)}; it must be 'auto', 'off' or a dict with method='ngram', "
                 f"'suffix', 'draft_model' or 'medusa' and, if wanted, {', '.join(known[1:])}",
                 param="speculative_config",
             )

@@ -80,6 +80,12 @@ def test_values_arrive_with_their_types():
     assert received["params"] == SamplingParams(temperature=0.0, max_tokens=9, stop=["x", "y"], top_k=3)
 
 
+@pytest.mark.parametrize("word", ["auto", "off"])
+def test_drafts_may_be_a_word(word):
+    call("--speculative-config", word)
+    assert received["settings"] == {"speculative_config": word}
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [

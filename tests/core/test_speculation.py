@@ -115,6 +115,13 @@ def assert_same(run: Run, expected: Run) -> None:
     }
 
 
+def test_by_default_text_is_looked_up_where_no_step_is_planned_ahead(make_engine):
+    for late, kind in ((False, NgramDrafter), (True, type(None))):
+        core = make_engine(late=late, speculative_config="auto")
+        assert type(core.scheduler.drafter) is kind
+        core.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "known"),
     [

@@ -55,9 +55,11 @@ def engine_options(command: Command) -> Command:
     """
 
     def collect(given: dict[str, Any]) -> dict[str, Any]:
-        for name in ("hf_overrides", "speculative_config"):
-            if name in given:
-                given[name] = _json_object(name, given[name])
+        if "hf_overrides" in given:
+            given["hf_overrides"] = _json_object("hf_overrides", given["hf_overrides"])
+        if given.get("speculative_config") not in (None, "auto", "off"):
+            words = "auto, off or a JSON object"
+            given["speculative_config"] = _json_object("speculative_config", given["speculative_config"], words)
         if "lora_modules" in given:
             given["lora_modules"] = _paths_by_name("lora_modules", given["lora_modules"])
         return given
@@ -186,8 +188,8 @@ def _paths_by_name(name: str, given: list[str]) -> dict[str, str]:
     return found
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
+def _json_object(name: str, text: str, words: str = "a JSON object") -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{name} is {text!r}; it must be a JSON object ({error})", param=name) from error
+        raise ConfigError(f"{name} is {text!r}; it must be {words} ({error})", param=name) from error

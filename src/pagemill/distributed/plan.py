@@ -111,5 +111,5 @@ def _why_no_block_can_be_had(config: EngineConfig) -> str | None:
     """Returns why replicas with these settings can fetch nothing that another has just computed; None if they can."""
     if not config.enable_prefix_caching:
         return "enable_prefix_caching is off"
-    speculation = config.speculative_config
+    speculation = config.asked_drafts
     return "a draft model's blocks do not travel" if speculation and speculation.method == "draft_model" else None

@@ -55,17 +55,21 @@ def build(
         max_pinned_share=config.max_pinned_share,
         target_tpot_s=_target_s(config.target_tpot_ms),
         compacts=config.kv_compaction == "auto" and facts.compacts,
-        drafter=None if config.speculative_config is None else _drafter(config.speculative_config, facts),
+        drafter=_drafter(config, facts),
     )
     for name, limits in config.tenants.items():
         scheduler.set_tenant(name, limits)
     return memory, tiers, scheduler, streamed
 
 
-def _drafter(config: SpeculativeConfig, facts: ExecutorFacts) -> Drafter:
-    if (drafts := facts.drafts) is not None:
-        return ModelDrafter(config.most_drafts(drafts.most), drafts.cost, drafts.takes_in)
-    return SuffixDrafter(config) if config.method == "suffix" else NgramDrafter(config)
+def _drafter(config: EngineConfig, facts: ExecutorFacts) -> Drafter | None:
+    speculation = config.asked_drafts
+    if speculation is None:
+        drafts = config.speculative_config == "auto" and not facts.overlaps
+        return NgramDrafter(SpeculativeConfig(method="ngram")) if drafts else None
+    if facts.drafts is not None:
+        return ModelDrafter(speculation.most_drafts(facts.drafts.most), facts.drafts.cost, facts.drafts.takes_in)
+    return SuffixDrafter(speculation) if speculation.method == "suffix" else NgramDrafter(speculation)
 
 
 def _target_s(target_tpot_ms: float | str) -> float | None:

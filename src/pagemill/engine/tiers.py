@@ -142,7 +142,7 @@ def make_tiers(
         return Tiers(offload, executor, memory, config.preemption_mode, watch=watch) if tiers else None
     store = peer_store(peering, format)
     offload = OffloadTiers(tiers, record_bytes, store, publishes)
-    drafts = config.speculative_config is not None and config.speculative_config.method == "draft_model"
+    drafts = config.asked_drafts is not None and config.asked_drafts.method == "draft_model"
     served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
     peers = PeerLink(peering, format, store, served)
     return Tiers(offload, executor, memory, config.preemption_mode, peers, watch)

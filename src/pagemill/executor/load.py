@@ -43,7 +43,7 @@ def open_executor(
         return _open_ranks(config, progress, backend, device)
     share = load_share(config, backend=backend, progress=progress)
     backend, model, _, shape, _ = share
-    speculation = config.speculative_config
+    speculation = config.asked_drafts
     drafting = None if speculation is None else load_drafting(config, speculation, share)
     if drafting is not None:
         shape = drafting.shape
@@ -72,7 +72,7 @@ def open_executor(
 
 def _largest_step(config: EngineConfig, max_model_len: int) -> LargestStep:
     tokens, rows = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len), config.max_num_seqs
-    return LargestStep(tokens, rows if config.speculative_config is None else tokens, rows)
+    return LargestStep(tokens, rows if config.asked_drafts is None else tokens, rows)
 
 
 def _measures(config: EngineConfig) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pagemill.config import EngineConfig
@@ -123,6 +124,7 @@ class RealEngine:
         progress: Callable[[int, int], None] | None = None,
         clock: type[WallClock] = WallClock,
     ) -> None:
+        config = replace(config, speculative_config="off")  # a model of steps knows no drafts
         executor = open_executor(config, progress)
         self._clock = clock
         self._timed = _TimedExecutor(executor, clock())
