@@ -30,11 +30,11 @@ from pagemill.kvcache.store_format import StoreFormat
 from pagemill.memory.offload import Placed
 from pagemill.memory.work import BlockName, Load
 
-BLOCK_SIZE, FRAMES, PIECES, RECORD = 4, 80, 2, 64
+BLOCK_SIZE, FRAMES, PIECES, RECORD = 4, 48, 2, 64
 FORMAT = StoreFormat("m", "ab" * 8, f"float32,{BLOCK_SIZE}", "reference", RECORD)
-PIECE_BLOCKS = 4
+PIECE_BLOCKS = 1
 """Blocks of a piece of a load."""
-READ_S = 0.001
+READ_S = 0.04
 """How long a frame is read: it may be another block's meanwhile."""
 LONGEST_OVER_S = tcp_peer.CONNECT_S + (tcp_peer.CONNECT_S + tcp_peer.SILENT_S) + tcp_peer.SILENT_S
 """How long a read from a peer may go on behind its deadline: a connection, a greeting and a part were begun before."""
@@ -95,7 +95,7 @@ class SimulatedPool:
 
     def read(self, frames):
         sleep(READ_S)
-        return self.frames[frames], [True] * len(frames)
+        return self.frames[frames].reshape(-1, RECORD), [True] * len(frames)
 
     def begin_read(self, frames):
         return Reading(*self.read(frames))
@@ -121,7 +121,7 @@ class LyingBlocks(ServedBlocks):
     def find(self, blocks):
         found = super().find(blocks)
         if self.lie == "another":
-            return found[1:] + found[:1]
+            return [each and (each[0]._replace(digest=each[0].digest[::-1]), each[1]) for each in found]
         return [None] * len(blocks) if self.lie == "none" else found
 
 
@@ -169,7 +169,7 @@ class EngineBlocks:
 
     def __init__(self, links, peering, wrong):
         self.links, self.pool, self.wrong = links, SimulatedPool(), wrong
-        self.process = Process(peering.host)
+        self.process = Process(peering.host, wrong.append)
         self.watched, self._numbers, self._loads, self._ended = {}, itertools.count(), {}, 0
         with self.process:
             store = peer_store(peering, FORMAT)
@@ -212,9 +212,12 @@ class EngineBlocks:
         if not missing:
             return None
         load = Load(next(self._numbers), [(digest, 0) for digest in missing], frames)
+        sources = {
+            each for each in self.tiers.peers.store.where([(digest, 0) for digest in missing]) if each is not None
+        }
         block_s = self.tiers.transfers.block_s or transfers.UNMEASURED_BLOCK_S
         patience_s = transfers.PATIENCE_S + 2 * len(missing) * block_s
-        self._loads[load.id] = load, self.process.loop.time() + patience_s + len(self.watched) * LONGEST_OVER_S
+        self._loads[load.id] = load, self.process.loop.time() + patience_s + len(sources) * LONGEST_OVER_S
         self.tiers.transfers.load(load)
         return load.id
 

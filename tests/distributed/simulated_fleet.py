@@ -337,8 +337,16 @@ class SimulatedRay:
 
     def fetched(self):
         """Returns how many blocks have been fetched, and how many were wanted and did not come, by the reason."""
-        stores = [each.blocks.tiers.peers.store.stats() for each in self.peers.values() if each.blocks is not None]
-        return sum((each.failed for each in stores), Counter(fetched=sum(each.blocks for each in stores)))
+        figures = self._block_figures()
+        failed = sum((Counter(each["fetches_failed"]) for each in figures), Counter())
+        return failed + Counter(fetched=sum(each["blocks_fetched"] for each in figures))
+
+    def served(self):
+        """Returns how many blocks have been given to peers."""
+        return sum(each["blocks_served"] for each in self._block_figures())
+
+    def _block_figures(self):
+        return [each.blocks.tiers.peers.figures() for each in self.peers.values() if each.blocks is not None]
 
     def list(self, names):
         self.listed = names

@@ -15,13 +15,13 @@ class Ended(BaseException):
 
 
 class Process:
-    """Threads that end together. host: where they run."""
+    """Threads that end together. host: where they run. note: takes what a thread raises."""
 
     made_by: ClassVar["Process | None"] = None
     """The process whose code the event loop runs now: what is made then is its own."""
 
-    def __init__(self, host):
-        self.host, self.gone, self.threads = host, False, []
+    def __init__(self, host, note):
+        self.host, self.note, self.gone, self.threads = host, note, False, []
         self.loop = asyncio.get_running_loop()
 
     def __enter__(self):
@@ -53,7 +53,7 @@ class Thread:
     def __init__(self, target, args=(), name="", daemon=True):
         self.process = Process.made_by if Thread.running is None else Thread.running.process
         self.over = asyncio.Event()
-        self._target, self._args, self._error = target, args, None
+        self._target, self._args = target, args
         self._go, self._back = _thread.allocate_lock(), _thread.allocate_lock()
         self._go.acquire()
         self._back.acquire()
@@ -95,8 +95,6 @@ class Thread:
             _thread.start_new_thread(self._run, ())
         self._back.acquire()
         Thread.running = None
-        if self._error is not None:
-            raise self._error
 
     def _resume_from(self, wait):
         if wait == self._wait:  # else it waits for something else by now

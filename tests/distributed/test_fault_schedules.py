@@ -17,13 +17,12 @@ from simulated_fleet import Client, SimulatedRay, answer, run
 
 from pagemill import SamplingParams
 from pagemill.engine.messages import EngineRequest
-from pagemill.kvcache.peer_wire import REASONS
 from pagemill.tenant_limits import TenantLimits
 
 SEEDS = range(int(os.environ.get("PAGEMILL_FAULT_SCHEDULES", "40")))
 BUSY_S, QUIET_S = 40.0, 150.0
 FAULTS = ["kill", "kill", "cut", "cut", "slow", "lose", "break", "stall", "reach", "add", "unlist", "list", "restart"]
-FAULTS += ["part", "fetch", "fetch", "throttle", "lie"]
+FAULTS += ["part", "part", "fetch", "fetch", "fetch", "throttle", "throttle", "lie"]
 RETRYABLE = "EngineRestartingError"
 LIMITS = {"team": TenantLimits(max_running=3, guaranteed_blocks=20)}
 
@@ -60,7 +59,7 @@ async def disturb(ray, draw, restart):
     """Kills, cuts off, slows down, adds and takes away replicas, and restarts the front end, at random."""
     loop, until_s = asyncio.get_running_loop(), asyncio.get_running_loop().time() + BUSY_S
     while loop.time() < until_s:
-        await asyncio.sleep(draw.expovariate(1 / 3))
+        await asyncio.sleep(draw.expovariate(1 / 2.5))
         alive = [peer for peer in ray.peers.values() if not peer.gone.is_set()]
         peer = draw.choice(alive) if alive else None
         what = draw.choice(FAULTS)
@@ -95,9 +94,11 @@ async def disturb(ray, draw, restart):
             ray.links.apart.add(pair)
             loop.call_later(draw.choice([0.3, 2, 12, 45]), ray.links.apart.discard, pair)
         elif what == "fetch":
-            ray.links.faults[peer.name] = draw.choice(["cut", "stop", "change", "drip"]), draw.randrange(4000)
+            ray.links.faults[peer.name] = draw.choice(["cut", "stop", "change", "drip"]), draw.randrange(2000)
         elif what == "throttle":
-            peer.bytes_per_s = draw.choice([1e6, 2e4, 1e3])
+            bytes_per_s = draw.choice([1e6, 1e3, 200])
+            for each in draw.choice([[peer], alive]):
+                each.bytes_per_s = bytes_per_s
         elif what == "lie":
             peer.replica.engine.claims = draw.random() < 0.5
             if peer.blocks is not None:
@@ -139,6 +140,7 @@ async def one_schedule(seed, ray):
     await asyncio.sleep(QUIET_S)
     check(clients[-1], ray)
     await clients[-1].close()
+    assert ray.served() >= ray.fetched()["fetched"]
     for peer in ray.peers.values():
         assert peer.replica.engine.wrong == []
         if not peer.gone.is_set():
@@ -183,5 +185,4 @@ def run_schedule(monkeypatch, seed):
 def test_every_request_ends_once_with_its_own_tokens_whatever_fails(monkeypatch, caplog, part):
     caplog.set_level(logging.CRITICAL)
     came = sum((run_schedule(monkeypatch, seed) for seed in SEEDS[part::2]), Counter())
-    print(came)
-    assert came.keys() >= {"connections", "fetched", *REASONS} - {"other_format"}
+    assert came.keys() >= {"connections", "fetched", "cut", "missing", "slow"}
