@@ -30,7 +30,7 @@ from pagemill.kvcache.store_format import StoreFormat
 from pagemill.memory.offload import Placed
 from pagemill.memory.work import BlockName, Load
 
-BLOCK_SIZE, FRAMES, PIECES, RECORD = 4, 48, 2, 64
+BLOCK_SIZE, FRAMES, PIECES, RECORD = 4, 48, 2, 1024
 FORMAT = StoreFormat("m", "ab" * 8, f"float32,{BLOCK_SIZE}", "reference", RECORD)
 PIECE_BLOCKS = 1
 """Blocks of a piece of a load."""
@@ -42,7 +42,7 @@ LONGEST_OVER_S = tcp_peer.CONNECT_S + (tcp_peer.CONNECT_S + tcp_peer.SILENT_S) +
 
 def content(digest):
     """Returns the bytes of the block of this digest."""
-    return np.frombuffer(digest + digest[::-1], dtype=np.uint8).reshape(PIECES, -1)
+    return np.frombuffer(digest * (RECORD // len(digest)), dtype=np.uint8).reshape(PIECES, -1)
 
 
 class SimulatedPool:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from simulated_threads import Process, Thread
 
-PART_BYTES = 512
+PART_BYTES = 1200
 """What comes at once."""
 DROP_S = 0.05
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 6.4

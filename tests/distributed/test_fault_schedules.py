@@ -94,9 +94,9 @@ async def disturb(ray, draw, restart):
             ray.links.apart.add(pair)
             loop.call_later(draw.choice([0.3, 2, 12, 45]), ray.links.apart.discard, pair)
         elif what == "fetch":
-            ray.links.faults[peer.name] = draw.choice(["cut", "stop", "change", "drip"]), draw.randrange(2000)
+            ray.links.faults[peer.name] = draw.choice(["cut", "stop", "change", "drip"]), draw.randrange(9000)
         elif what == "throttle":
-            bytes_per_s = draw.choice([1e6, 1e3, 200])
+            bytes_per_s = draw.choice([1e6, 5e3, 1200])
             for each in draw.choice([[peer], alive]):
                 each.bytes_per_s = bytes_per_s
         elif what == "lie":
