@@ -95,6 +95,7 @@ class Running:
     has_begun: bool = False
     parts: int = 0
     load: int | None = None
+    num_found: int = 0
     num_published: int = 0
     is_corrupt: bool = False
 
@@ -204,8 +205,11 @@ class SimulatedEngine:
             reason = "stop" if one.tokens[-1] == STOP else reason
             request_id, index = one.at
             outputs.append(
-                SequenceOutput(request_id=request_id, index=index, new_token_ids=one.tokens[-1:], finish_reason=reason)
-            )
+                SequenceOutput(
+                    request_id=request_id, index=index, new_token_ids=one.tokens[-1:], finish_reason=reason,
+                    num_cached_tokens=one.num_found * BLOCK_SIZE,
+                )
+            )  # fmt: skip
         self.finish({(each.request_id, each.index) for each in outputs if each.finish_reason})
         return outputs
 
@@ -244,7 +248,7 @@ class SimulatedEngine:
             self.wrong.append("a block was used whose bytes are another's")
             one.is_corrupt = True
         one.parts = -(-(len(one.tokens) - len(found) * BLOCK_SIZE) // PROMPT_PART)
-        one.num_published = len(found)
+        one.num_found = one.num_published = len(found)
 
     def _publish(self, one):
         """Keeps a sequence's blocks that are full by now."""
