@@ -49,7 +49,7 @@ STOP = 0
 
 
 def next_token(seed, index, tokens):
-    digest = hashlib.blake2b(repr((seed, index, tokens)).encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(bytes(tokens), key=b"%d %d" % (seed, index), digest_size=4).digest()
     return int.from_bytes(digest, "little") % 97
 
 

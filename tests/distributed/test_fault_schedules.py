@@ -19,7 +19,7 @@ from pagemill import SamplingParams
 from pagemill.engine.messages import EngineRequest
 from pagemill.tenant_limits import TenantLimits
 
-SEEDS = range(int(os.environ.get("PAGEMILL_FAULT_SCHEDULES", "40")))
+SEEDS = range(int(os.environ.get("PAGEMILL_FAULT_SCHEDULES", "30")))
 BUSY_S, QUIET_S = 40.0, 150.0
 FAULTS = ["kill", "kill", "cut", "cut", "slow", "lose", "break", "stall", "reach", "add", "unlist", "list", "restart"]
 FAULTS += ["part", "part", "fetch", "fetch", "fetch", "throttle", "throttle", "lie"]
