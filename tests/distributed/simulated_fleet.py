@@ -1,18 +1,27 @@
 """A fleet in simulated time: the classes that serve, over engines, calls, a network and a Ray Serve that are simulated.
 
 Real are `Fleet` with its router, flights and tenants, `ReplicaLink`, `Outbox`, `EngineReplica` and the messages' bytes;
-`DirectServer` and `DirectConnection` too, over a network that is simulated (`simulated_network.py`). An engine's token
-is a function of the request's seed and of all tokens before it, so any mistake changes it. Time passes only where
-nothing else is to be done, so a run of minutes takes a fraction of a second, and a seed's run is always the same.
+`DirectServer` and `DirectConnection` too, over a network that is simulated (`simulated_network.py`), and all that
+fetches blocks and serves them (`simulated_blocks.py`). An engine's token is a function of the request's seed and of all
+tokens before it, and of any block whose bytes are another's, so any mistake changes it. Time passes only where nothing
+else is to be done, so a run of minutes takes a fraction of a second, and a seed's run is always the same.
 """
 
 import asyncio
 import hashlib
 import random
 import selectors
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
+import msgspec
+import simulated_blocks
+from simulated_blocks import BLOCK_SIZE, FORMAT, EngineBlocks, SimulatedPool, content
 from simulated_network import Network
+from simulated_sockets import Links
 
 from pagemill.config import EngineConfig
 from pagemill.distributed import fleet as fleet_module
@@ -20,23 +29,27 @@ from pagemill.distributed import listing, outbox, replica_link
 from pagemill.distributed import replica as replica_module
 from pagemill.distributed.fleet import Fleet
 from pagemill.distributed.replica import EngineReplica
-from pagemill.engine.messages import DIGEST_BYTES, EngineReady, Held, SequenceOutput
+from pagemill.engine.messages import EngineReady, EngineRequest, Held, Peering, SequenceOutput, name_in_memory
 from pagemill.engine.queries import SetTenant
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import EngineDeadError, EngineRestartingError, EngineStoppedError
 from pagemill.frontend.supervisor import RestartLimits
+from pagemill.memory.digest import extend_chain, namespace_root
+from pagemill.namespace import Namespace
 
 ROWS, STEP_S, PROMPT_PART = 3, 0.05, 8
 FACTS = EngineReady(
-    vocab_size=100, max_model_len=256, max_num_seqs=ROWS, longest_sequence=256, tenants=["default"], block_size=4,
-    num_frames=64, kv_bytes=1 << 20, eos_token_ids=[0], hidden_size=8, model="m", kv_format="f",
+    vocab_size=100, max_model_len=256, max_num_seqs=ROWS, longest_sequence=256, tenants=["default"],
+    block_size=BLOCK_SIZE, num_frames=64, kv_bytes=1 << 20, eos_token_ids=[0], hidden_size=8, model="m", kv_format="f",
+    fingerprint=bytes.fromhex(FORMAT.fingerprint), kv_format_name=FORMAT.kv_format, numerics=FORMAT.numerics,
 )  # fmt: skip
+SECRET = b"of all replicas of this fleet..."
 STOP = 0
 """The token that ends an answer; one of 97 is it."""
 
 
 def next_token(seed, index, tokens):
-    digest = hashlib.blake2b(repr((seed, index, tokens)).encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(bytes(tokens), key=b"%d %d" % (seed, index), digest_size=4).digest()
     return int.from_bytes(digest, "little") % 97
 
 
@@ -69,21 +82,56 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self.now_s
 
 
+@dataclass(eq=False)
+class Running:
+    """A sequence. parts: how many steps its prompt takes yet, the one that brings the first token included. load: of
+    its blocks, which is under way. is_corrupt: whether a block was used whose bytes are another's."""
+
+    request: EngineRequest
+    index: int
+    tokens: list[int]
+    root: bytes
+    digests: list[bytes] = field(default_factory=list)
+    has_begun: bool = False
+    parts: int = 0
+    load: int | None = None
+    num_found: int = 0
+    num_published: int = 0
+    is_corrupt: bool = False
+
+    @property
+    def at(self):
+        return self.request.request_id, self.index
+
+    def name_blocks(self):
+        extend_chain(self.digests, self.root, self.tokens, BLOCK_SIZE)
+
+    @property
+    def of_prompt(self):
+        """Returns the digests of what it may find: its last token is computed in any case."""
+        return self.digests[: (len(self.tokens) - 1) // BLOCK_SIZE]
+
+
 class SimulatedEngine:
     """Does what a `ProcessClient` does: one token for each of `ROWS` sequences in each step, first come, first served.
 
-    pace: seconds of its steps over those of others.
+    What it has computed lies in a pool, and it fetches what peers have. pace: seconds of its steps over those of
+    others. claims: whether it tells of blocks before it has them.
     """
 
-    pace = 1.0
+    pace, claims = 1.0, False
 
-    def __init__(self, config, on_held=None, peering=None):
+    def __init__(self, config, on_held=None, peering=None, links=None):
         self.facts, self._on_held = FACTS, on_held
         self.running = []
         self.tenants = {"default": None}
         self.taken, self.wrong = set(), []
         self._came, self._outputs = asyncio.Event(), asyncio.Queue()
         self._steps = None
+        self.blocks = None if peering is None else EngineBlocks(links, peering, self.wrong)
+        self._pool = SimulatedPool() if self.blocks is None else self.blocks.pool
+        if self.blocks is not None:
+            self.facts = msgspec.structs.replace(FACTS, peer_address=self.blocks.address)
 
     async def load(self, on_progress):
         self._steps = asyncio.create_task(self._run())
@@ -96,16 +144,23 @@ class SimulatedEngine:
             f"{each} of a guarantee" for each in parts if not 0 <= each[1] <= self.tenants[each[0]].guaranteed_blocks
         ]
         self.taken.add(request.request_id)
+        space = Namespace(request.tenant, request.cache_salt)
+        root = namespace_root(space, FACTS.fingerprint, FACTS.kv_format_name, FACTS.numerics)
         for index in range(request.params.n):
-            tokens = [*request.prompt_token_ids, *request.answered]
-            self.running.append([request.request_id, index, request, tokens, -(-len(tokens) // PROMPT_PART)])
+            self.running.append(Running(request, index, [*request.prompt_token_ids, *request.answered], root))
+            self.running[-1].name_blocks()
+        digests = self.running[-1].digests
+        if self.blocks is not None:
+            self.blocks.note_held(request, root, digests)
+        if self.claims:
+            self._pool.changed |= dict.fromkeys(digests, True)
         self._came.set()
 
     def abort(self, request_ids):
-        self.running = [one for one in self.running if one[0] not in request_ids]
+        self.running = [one for one in self.running if one.request.request_id not in request_ids]
 
     def finish(self, sequences):
-        self.running = [one for one in self.running if (one[0], one[1]) not in sequences]
+        self.running = [one for one in self.running if one.at not in sequences]
 
     def pose(self, query):
         answered = asyncio.get_running_loop().create_future()
@@ -113,8 +168,7 @@ class SimulatedEngine:
             self.tenants[query.name] = query.limits
             answered.set_result(self.facts)
         else:
-            stats = dict.fromkeys(EngineStats.__struct_fields__, 0)
-            answered.set_result(EngineStats(**stats | {"tenants": {}, "tiers": {}}))
+            answered.set_result(EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0)))
         return answered
 
     async def receive(self):
@@ -122,31 +176,88 @@ class SimulatedEngine:
 
     async def close(self):
         self._steps.cancel()
+        if self.blocks is not None:
+            await self.blocks.close()
 
     async def _run(self):
         while True:
             self._came.clear()
-            if not self.running:
+            if not self.running and (self.blocks is None or not self.blocks.loading):
                 await self._came.wait()
             await asyncio.sleep(STEP_S * self.pace)
-            outputs, stored = [], b""
-            for one in self.running[:ROWS]:
-                request_id, index, request, tokens, one[4] = *one[:4], one[4] - 1
-                if one[4] > 0:
-                    continue
-                tokens.append(next_token(request.seed, index, tokens))
-                num_answered = len(tokens) - len(request.prompt_token_ids)
-                reason = "length" if num_answered == request.params.max_tokens else None
-                reason = "stop" if tokens[-1] == STOP else reason
-                outputs.append(
-                    SequenceOutput(request_id=request_id, index=index, new_token_ids=[tokens[-1]], finish_reason=reason)
-                )
-                stored += hashlib.blake2b(repr(tokens).encode(), digest_size=DIGEST_BYTES).digest()
-            ended = {(each.request_id, each.index) for each in outputs if each.finish_reason}
-            self.running = [one for one in self.running if (one[0], one[1]) not in ended]
-            self._on_held(Held(stored=stored, token_s=STEP_S * self.pace / PROMPT_PART, step_s=STEP_S * self.pace))
+            outputs = self._step()
+            self._tell()
             if outputs:
                 self._outputs.put_nowait(outputs)
+
+    def _step(self):
+        outputs = []
+        self._end_loads()
+        for one in [*islice(filter(self._is_ready, self.running), ROWS)]:
+            one.parts -= 1
+            if one.parts > 0:
+                continue
+            token = next_token(one.request.seed, one.index, one.tokens)
+            one.tokens.append((token + one.is_corrupt) % 97)
+            self._publish(one)
+            num_answered = len(one.tokens) - len(one.request.prompt_token_ids)
+            reason = "length" if num_answered == one.request.params.max_tokens else None
+            reason = "stop" if one.tokens[-1] == STOP else reason
+            request_id, index = one.at
+            outputs.append(
+                SequenceOutput(
+                    request_id=request_id, index=index, new_token_ids=one.tokens[-1:], finish_reason=reason,
+                    num_cached_tokens=one.num_found * BLOCK_SIZE,
+                )
+            )  # fmt: skip
+        self.finish({(each.request_id, each.index) for each in outputs if each.finish_reason})
+        return outputs
+
+    def _tell(self):
+        token_s, step_s = STEP_S * self.pace / PROMPT_PART, STEP_S * self.pace
+        told, self._pool.changed = self._pool.changed, {}
+        stored, removed = (
+            b"".join(name_in_memory(digest) for digest, is_here in told.items() if is_here is how)
+            for how in (True, False)
+        )
+        fetch_s = {}
+        if self.blocks is not None:
+            self.blocks.note_step(step_s, token_s)
+            fetch_s = self.blocks.tiers.fetch_times()
+        self._on_held(Held(stored=stored, removed=removed, token_s=token_s, step_s=step_s, fetch_s=fetch_s))
+
+    def _is_ready(self, one):
+        """Returns whether a sequence can be computed. It begins with what others have of it."""
+        if not one.has_begun:
+            one.has_begun, one.load = True, self.blocks and self.blocks.load(one.of_prompt)
+            if one.load is None:
+                self._find(one)
+        return one.load is None
+
+    def _end_loads(self):
+        over = self.blocks.finished() if self.blocks is not None else ()
+        for one in self.running if over else ():
+            if one.load in over:
+                one.load = None
+                self._find(one)
+
+    def _find(self, one):
+        """Lets a sequence begin with the blocks of it that are here."""
+        found = self._pool.find(one.of_prompt)
+        if any((record != content(digest)).any() for digest, record in zip(one.digests, found, strict=False)):
+            self.wrong.append("a block was used whose bytes are another's")
+            one.is_corrupt = True
+        one.parts = -(-(len(one.tokens) - len(found) * BLOCK_SIZE) // PROMPT_PART)
+        one.num_found = one.num_published = len(found)
+
+    def _publish(self, one):
+        """Keeps a sequence's blocks that are full by now."""
+        one.name_blocks()
+        for digest in one.digests[one.num_published :]:
+            if (frame := self._pool.take()) is not None:
+                self._pool.frames[frame] = 0x5A if one.is_corrupt else content(digest)
+                self._pool.publish(digest, frame)
+        one.num_published = len(one.digests)
 
 
 class FrontEndSeen(replica_module._FrontEnd):  # noqa: SLF001
@@ -172,20 +283,32 @@ class SimulatedReplica(EngineReplica):
 
 class Peer:
     """A replica as its callers see it. gone: set once it has been killed. whole: clear while a partition is between it
-    and them. reached: whether connections past Ray can be made. flowing: clear while these carry nothing."""
+    and all others. reached: whether connections past Ray can be made. flowing: clear while these carry nothing.
+    bytes_per_s: that go between it and other replicas."""
 
     def __init__(self, name, replica, network):
-        self.name, self.replica, self.network, self.reached = name, replica, network, True
+        self.name, self.replica, self.network = name, replica, network
         self.gone, self.whole, self.flowing, self.streams = asyncio.Event(), asyncio.Event(), asyncio.Event(), 0
+        self.heal()
+
+    def heal(self):
+        """Ends all that lies between it and others."""
         self.whole.set()
         self.flowing.set()
-        self.delay_s, self.lost = 0.002, 0.0
+        self.delay_s, self.lost, self.reached, self.bytes_per_s = 0.002, 0.0, True, 1e6
+
+    @property
+    def blocks(self):
+        return self.replica.engine.blocks
 
     def kill(self):
         self.gone.set()
         for task in [*self.replica._tasks, self.replica.engine._steps]:  # noqa: SLF001
             task.cancel()
         self.network.end_process(self)
+        if self.blocks is not None:
+            self.blocks.process.end()
+            self.blocks.links.end_process(self.blocks.process)
 
 
 class SimulatedRay:
@@ -194,7 +317,7 @@ class SimulatedRay:
     def __init__(self, seed):
         self.draw = random.Random(seed)
         self.peers, self.listed, self._numbers = {}, set(), 0
-        self.network = Network(self.draw, self.peers)
+        self.network, self.links = Network(self.draw, self.peers), Links(self.draw, self.peers)
         self.wait_ready = SimpleNamespace(remote=self._wait_ready)
         self.send = SimpleNamespace(remote=self._send)
         self.close = SimpleNamespace(remote=self._close)
@@ -205,13 +328,29 @@ class SimulatedRay:
         return self
 
     async def start(self):
-        """Starts a replica, and lists it. One of four has no connections past Ray."""
+        """Starts a replica, and lists it. One of four has no connections past Ray; one of 20 gives no blocks, and one
+        of 20 does not know the others' secret."""
         self._numbers += 1
         name, replica = f"r{self._numbers}", object.__new__(SimulatedReplica)
-        await replica.__init__(EngineConfig(model="m"), None, None, name if self.draw.random() < 0.75 else None)
+        secret = self.draw.choice([SECRET] * 18 + [b"another", None])
+        peering = None if secret is None else Peering(secret, name)
+        await replica.__init__(EngineConfig(model="m"), None, peering, name if self.draw.random() < 0.75 else None)
         self.peers[name] = peer = Peer(name, replica, self.network)
         self.list({*self.listed, peer.name})
         return peer
+
+    def fetched(self):
+        """Returns how many blocks have been fetched, and how many were wanted and did not come, by the reason."""
+        figures = self._block_figures()
+        failed = sum((Counter(each["fetches_failed"]) for each in figures), Counter())
+        return failed + Counter(fetched=sum(each["blocks_fetched"] for each in figures))
+
+    def served(self):
+        """Returns how many blocks have been given to peers."""
+        return sum(each["blocks_served"] for each in self._block_figures())
+
+    def _block_figures(self):
+        return [each.blocks.tiers.peers.figures() for each in self.peers.values() if each.blocks is not None]
 
     def list(self, names):
         self.listed = names
@@ -353,7 +492,8 @@ def run(monkeypatch, ray, scenario):
     monkeypatch.setattr(asyncio, "open_connection", ray.network.open_connection)
     for module in (fleet_module, outbox, replica_link, replica_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
-    monkeypatch.setattr(replica_module, "ProcessClient", SimulatedEngine)
+    simulated_blocks.simulate(monkeypatch, loop, ray.links)
+    monkeypatch.setattr(replica_module, "ProcessClient", partial(SimulatedEngine, links=ray.links))
     monkeypatch.setattr(replica_module, "_FrontEnd", FrontEndSeen)
     monkeypatch.setattr(listing, "watchers", [])
     monkeypatch.setattr(listing, "kept", set())
