@@ -150,9 +150,8 @@ def metrics() -> Iterator[str]:
     yield "`AsyncLLM.stats()` return the engine's part in Python. A snapshot is taken between two steps.\n"
     tiers = {"host": 0, "disk": 0}
     tenants = {"default": zeros(TenantStats, tier_blocks=tiers)}
-    stats = zeros(
-        EngineStats, frames=1, tier_blocks=tiers, accepted_per_position=[0], fetches_failed={"slow": 0}, tenants=tenants
-    )
+    positions = {"drafted_per_position": [0], "accepted_per_position": [0]}
+    stats = zeros(EngineStats, frames=1, tier_blocks=tiers, fetches_failed={"slow": 0}, tenants=tenants, **positions)
     families = text_string_to_metric_families(Metrics("a model").render(stats, (0, 0)).decode())
     rows = []
     for family in families:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pagemill.config import AsyncEngineArgs as AsyncEngineArgs
     from pagemill.config import EngineArgs as EngineArgs
     from pagemill.config import EngineConfig as EngineConfig
+    from pagemill.draft_counts import DraftCounts as DraftCounts
     from pagemill.errors import PagemillError as PagemillError
     from pagemill.frontend.async_llm import AsyncLLM as AsyncLLM
     from pagemill.frontend.llm import LLM as LLM
@@ -41,6 +42,7 @@ _HOMES = {
     "BeamSearchParams": "pagemill.sampling.params",
     "BeamSearchSequence": "pagemill.frontend.outputs",
     "CompletionOutput": "pagemill.frontend.outputs",
+    "DraftCounts": "pagemill.draft_counts",
     "EmbeddingOutput": "pagemill.frontend.pooling",
     "EmbeddingRequestOutput": "pagemill.frontend.pooling",
     "AsyncEngineArgs": "pagemill.config",

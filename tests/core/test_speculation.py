@@ -8,14 +8,17 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from drive import Run, drive, request
+from openai.types import CompletionUsage
 
 from harness import FRAME_BYTES
 from pagemill import LLM
+from pagemill.draft_counts import DraftCounts
 from pagemill.errors import NonFiniteLogitsError
 from pagemill.executor import local, verification
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.speculation import NgramDrafter
 from pagemill.scheduling.suffix_drafting import SuffixDrafter
+from pagemill.server.routes.call import usage_of
 from pagemill.server.routes.metrics import Metrics
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6}
@@ -139,9 +142,13 @@ def test_drafts_change_no_bit(plain, load, make_engine, settings, known):
     assert stats.accepted_tokens > (60 if known else 20)
     assert stats.draft_tokens > stats.accepted_tokens
     assert sum(stats.accepted_per_position) == stats.accepted_tokens
+    assert sum(stats.drafted_per_position) == stats.draft_tokens
+    assert stats.drafted_per_position[0] == stats.draft_rows
     assert stats.preemptions or "kv_memory" not in settings
-    first = f'num_accepted_tokens_per_pos_total{{model_name="m",position="0"}} {stats.accepted_per_position[0]}.0'
-    assert f"pagemill:spec_decode_{first}" in Metrics("m").render(stats, (0, 0)).decode()
+    shown = Metrics("m").render(stats, (0, 0)).decode()
+    for kind, counts in (("draft", stats.drafted_per_position), ("accepted", stats.accepted_per_position)):
+        first = f'num_{kind}_tokens_per_pos_total{{model_name="m",position="0"}} {counts[0]}.0'
+        assert f"pagemill:spec_decode_{first}" in shown
 
 
 def test_drafts_from_other_answers_change_no_bit(plain, load, make_engine):
@@ -207,12 +214,24 @@ def test_stop_strings_and_sessions_end_where_they_would_without_drafts(prompts, 
             (cut,) = llm.generate(document * 2 + document[:20], stopping, use_tqdm=False)
             session = llm.session(name)
             turns = [session.chat([{"role": "user", "content": text}], params) for text in (document, document)]
-            outputs = [(one.outputs[0], one.prompt_token_ids) for one in (whole, cut, *turns)]
+            requests = [whole, cut, *turns]
+            outputs = [(one.outputs[0], one.prompt_token_ids) for one in requests]
             found.append([(o.token_ids, o.text, o.logprobs, o.finish_reason, o.stop_reason, p) for o, p in outputs])
-        accepted = llm.stats().accepted_tokens
+            usage = CompletionUsage.model_validate_json(usage_of(requests).model_dump_json())
+            if drafter is None:
+                assert usage.completion_tokens_details is None
+        stats = llm.stats()
     assert found[0] == found[1]
     assert found[0][1][3:5] == ("stop", stop)
-    assert accepted > 10
+    counts = [one.metrics.drafts or DraftCounts() for one in requests]
+    assert sum(each.num_draft_tokens for each in counts) == stats.draft_tokens
+    accepted, details = [each.num_accepted_tokens for each in counts], usage.completion_tokens_details
+    assert 10 < sum(accepted) <= stats.accepted_tokens, "the engine does not know of stop strings"
+    for one, each in zip(requests, counts, strict=True):
+        assert each.num_accepted_tokens == sum(each.num_accepted_tokens_per_pos) <= len(one.outputs[0].token_ids)
+        assert each.num_draft_tokens == sum(each.num_draft_tokens_per_pos)
+    assert details.accepted_prediction_tokens == sum(accepted)
+    assert details.rejected_prediction_tokens == stats.draft_tokens - sum(accepted)
 
 
 def test_accepting_every_draft_would_be_seen(plain, load, make_engine, monkeypatch):

@@ -85,7 +85,8 @@ def test_defaults_and_metrics(llm):
 def test_python_has_the_metrics_of_http(llm):
     stats = llm.stats()
     tenants = {"default": msgspec.structs.replace(stats.tenants["default"], tier_blocks={"host": 1})}
-    of_labels = {"tier_blocks": {"host": 3}, "fetches_failed": {"slow": 2}, "accepted_per_position": [4, 1]}
+    of_positions = {"drafted_per_position": [5, 5], "accepted_per_position": [4, 1]}
+    of_labels = {"tier_blocks": {"host": 3}, "fetches_failed": {"slow": 2}, **of_positions}
     stats = msgspec.structs.replace(stats, tenants=tenants, **of_labels)
     here = {(metric.name, *metric.labels.values(), metric.value) for metric in metrics_of(stats)}
     there = {
@@ -98,6 +99,7 @@ def test_python_has_the_metrics_of_http(llm):
         ("pagemill:kv_tier_blocks", "host", 3),
         ("pagemill:kv_fetches_failed", "slow", 2),
         ("pagemill:spec_decode_num_accepted_tokens_per_pos", "1", 1),
+        ("pagemill:spec_decode_num_draft_tokens_per_pos", "1", 5),
         ("pagemill:tenant_kv_tier_blocks", "default", "host", 1),
     } <= here
 

@@ -19,8 +19,8 @@ def test_right_drafts_take_fewer_steps_and_wrong_ones_as_many():
         assert bench.outputs["r", 0] == expected(request, 0)
         steps.append(bench.steps)
         counts = bench.scheduler.drafts
-        assert counts.proposed == bench.drafted
-        assert sum(counts.by_position) == counts.accepted == 30 - bench.steps
+        assert counts.num_draft_tokens == bench.drafted
+        assert sum(counts.num_accepted_tokens_per_pos) == counts.num_accepted_tokens == 30 - bench.steps
     plain, right, wrong = steps
     assert right <= plain // 2
     assert plain // 2 < wrong <= plain
@@ -32,8 +32,8 @@ def test_drafts_that_the_device_did_not_propose_are_not_counted():
     bench.run()
     assert bench.outputs["r", 0] == expected(request, 0)
     counts = bench.scheduler.drafts
-    assert 0 < counts.proposed < bench.drafted
-    assert sum(counts.by_position) == counts.accepted == 60 - bench.steps
+    assert 0 < counts.num_draft_tokens < bench.drafted
+    assert sum(counts.num_accepted_tokens_per_pos) == counts.num_accepted_tokens == 60 - bench.steps
 
 
 @pytest.mark.parametrize("limits", [TenantLimits(), TenantLimits(max_blocks=6)])

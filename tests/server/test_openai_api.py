@@ -19,6 +19,7 @@ def test_chat(client):
     usage = answer.usage
     assert usage.completion_tokens <= 6
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.completion_tokens_details is None, "no draft was verified"
     again = client.chat.completions.create(**CHAT, **GREEDY)
     assert again.choices[0].message.content == choice.message.content
     assert again.usage.prompt_tokens_details.cached_tokens >= 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from pagemill.config import EngineConfig
@@ -9,6 +10,7 @@ from pagemill.engine.messages import Peering
 from pagemill.engine.tiers import Streamed, Tiers, make_tiers, streamed_room, wants_tiers
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.executor.interface import Executor, ExecutorFacts, ExecutorMemory
+from pagemill.kvcache.kv_quality import label_of
 from pagemill.kvcache.sizing import num_frames
 from pagemill.memory.block_table import Footprint
 from pagemill.memory.eviction import POLICIES
@@ -18,6 +20,8 @@ from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.speculation import Drafter, NgramDrafter
 from pagemill.scheduling.suffix_drafting import SuffixDrafter
 from pagemill.speculative_config import SpeculativeConfig
+
+logger = logging.getLogger(__name__)
 
 
 def build(
@@ -29,6 +33,8 @@ def build(
     Returns the room for streamed blocks too. Raises `ConfigError` children and KVStoreError.
     """
     facts = executor.facts
+    if (label := label_of(facts.kv.name)) is not None:
+        logger.warning("%s", label)
     frames, streamed = _sizes(config, facts, executor.memory())
     if not config.enable_prefix_caching:
         _check_use_of_tiers(config, streamed)

@@ -365,10 +365,11 @@ class EngineCore:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
-            draft_rows=drafts.rows,
-            draft_tokens=drafts.proposed,
-            accepted_tokens=drafts.accepted,
-            accepted_per_position=drafts.by_position.copy(),
+            draft_rows=drafts.num_drafts,
+            draft_tokens=drafts.num_draft_tokens,
+            accepted_tokens=drafts.num_accepted_tokens,
+            drafted_per_position=drafts.num_draft_tokens_per_pos.copy(),
+            accepted_per_position=drafts.num_accepted_tokens_per_pos.copy(),
             draft_source_requests=0 if answers is None else answers.num_requests,
             draft_source_tokens=0 if answers is None else answers.num_tokens,
             prefix_queried_tokens=self.scheduler.prefix_queried_tokens,
@@ -476,6 +477,8 @@ class EngineCore:
             num_cached_tokens=sequence.num_cached_tokens,
             scheduled_s=sequence.scheduled_s or 0.0,
         )
+        if update.proposed:
+            output.num_draft_tokens, output.num_accepted_tokens = update.proposed, update.right
         if sequence.table is None:
             output.kv_blocks = sequence.residency
         elif streams:

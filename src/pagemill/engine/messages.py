@@ -164,6 +164,10 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     """The score of a beam search's result, which comes with all of its tokens."""
     scheduled_s: float = 0.0
     """When the request first entered a step."""
+    num_draft_tokens: int = 0
+    """Drafts that the step verified."""
+    num_accepted_tokens: int = 0
+    """Those of them that were right, up to the sequence's end."""
 
 
 def refusals(request: EngineRequest, error: Exception) -> list[SequenceOutput]:

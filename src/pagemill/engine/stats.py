@@ -111,6 +111,14 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     accepted_tokens: Annotated[
         int, _counter("spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted.")
     ] = 0
+    drafted_per_position: Annotated[
+        list[int],
+        _counter(
+            "spec_decode_num_draft_tokens_per_pos",
+            "Tokens that speculative decoding drafted, by place behind the last token.",
+            "position",
+        ),
+    ] = []
     accepted_per_position: Annotated[
         list[int],
         _counter(

@@ -66,6 +66,7 @@ class DraftModel:
     """Implements `DraftSource` by a smaller model.
 
     _known int32 [rows]: so many leading tokens at least have their keys and values; none behind an edited table entry
+    _marked int32 [rows]: from the last token on, all places up to here have marks; none behind an edited table entry
     """
 
     def __init__(self, decoder: Decoder, layers: DraftLayers) -> None:
@@ -78,6 +79,7 @@ class DraftModel:
         self._sampler = sampler
         self._rows = rows
         self._known = np.zeros(len(rows.tokens), dtype=np.int32)
+        self._marked = np.zeros_like(self._known)
         self._first_streamed = pool.first_streamed
         self._caches = DraftCaches(pool, self._layers, len(self.decoder.spec.layers))
         first = self._caches.layer(0)
@@ -89,22 +91,37 @@ class DraftModel:
     def apply(self, plan: StepPlan) -> None:
         """Follows a plan's edits of tables: what lies in the new frames is not known."""
         work = plan.work
+        if not len(work.edit_group):
+            return
         mine = work.edit_group == self._layers.group
-        np.minimum.at(self._known, work.edit_row[mine], work.edit_index[mine] * self._rows.block_size)
+        edited, begin = work.edit_row[mine], work.edit_index[mine] * self._rows.block_size
+        np.minimum.at(self._known, edited, begin)
+        np.minimum.at(self._marked, edited, begin)
 
     def note_step(self, plan: StepPlan, inputs: Inputs, hidden: Tensor, tokens: list[list[int]]) -> None:
-        """Marks those of the model's query tokens that this one has not taken in."""
-        slots = inputs.slots[self._layers.group]
-        slots = slots[(inputs.positions >= self._known[inputs.rows]) & (slots >= 0)]
-        if len(slots):
-            frames, offsets = (self._rows.to_device(part) for part in np.divmod(slots, self._rows.block_size))
-            self._marks[frames, offsets] = torch.nan
+        """Marks those of the model's query tokens that this one has not taken in. Steps without drafts mark the rest of
+        a row's last block too, so that the next ones seldom have anything to mark; behind drafts there may be keys of
+        wrong ones, which the next step marks."""
+        unmarked = inputs.positions >= np.maximum(self._known, self._marked)[inputs.rows]
+        if not unmarked.any():
+            return
+        slots, size = inputs.slots[self._layers.group], self._rows.block_size
+        unmarked &= slots >= 0
+        found = [slots[unmarked]]
+        if not len(plan.draft_tokens):
+            last = inputs.query_start[1:] - 1
+            last = last[unmarked[last]]
+            self._marked[inputs.rows[last]] = (inputs.positions[last] // size + 1) * size
+            found += [np.arange(slot + 1, (slot // size + 1) * size) for slot in slots[last].tolist()]
+        slots = np.concatenate(found)
+        frames, offsets = (self._rows.to_device(part) for part in np.divmod(slots, size))
+        self._marks[frames, offsets] = torch.nan
 
     def propose(self, plan: StepPlan) -> tuple[StepPlan, set[int], DraftWork]:
         self._known[plan.rows] = np.minimum(self._known[plan.rows], plan.starts)
-        asked = asked_of(plan)
-        if not len(asked.samples):
+        if not len(plan.draft_tokens):
             return plan, set(), DraftWork()
+        asked = asked_of(plan)
         drafting, work = self._draft(asked, plan.catch_up)
         plan, withdrawn = with_drafts(plan, asked, drafting, self._rows.tokens)
         without = set(asked.samples[~drafting].tolist())
@@ -133,6 +150,7 @@ class DraftModel:
         inputs = self._rows.inputs(rows[some], self._known[rows[some]], lens[some])
         hidden = self._forward(inputs)
         self._known[rows[some]] += lens[some]
+        self._marked[rows[some]] = 0
         last = inputs.query_start[1:][drafting[some]] - 1
         rows, starts, counts = rows[drafting], starts[drafting], counts[drafting]
         if not len(rows):

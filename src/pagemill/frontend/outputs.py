@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagemill.draft_counts import DraftCounts
 from pagemill.engine.messages import SequenceInfo
 from pagemill.errors import PagemillError
 
@@ -81,13 +82,15 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of `time.monotonic()`; None for what has not happened."""
+    """Times of one request, in seconds of `time.monotonic()`, and its drafts; None for what has not happened."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    drafts: DraftCounts | None = None
+    """Of all its sequences, with speculative decoding."""
 
     @property
     def time_in_queue(self) -> float | None:

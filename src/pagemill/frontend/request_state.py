@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pagemill.draft_counts import DraftCounts
 from pagemill.engine.messages import EngineRequest, SequenceOutput
 from pagemill.errors import PagemillError
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
@@ -236,7 +237,12 @@ class RequestState:
             metrics.last_token_time = now
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
+        before = len(sequence.output.token_ids)
         stopped = sequence.add(new)
+        if new.num_draft_tokens:
+            metrics.drafts = metrics.drafts or DraftCounts()
+            come = len(sequence.output.token_ids) - before
+            metrics.drafts.note(new.num_draft_tokens, min(new.num_accepted_tokens, come))
         if sequence.finished and self.finished:
             metrics.finished_time = now
         return stopped

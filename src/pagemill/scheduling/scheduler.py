@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 
+from pagemill.draft_counts import DraftCounts
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
@@ -21,7 +22,7 @@ from pagemill.scheduling.forecast import AnswerLengths
 from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.pacing import Pacer
 from pagemill.scheduling.sequence import Rank, Request, Sequence, SequenceUpdate, Status
-from pagemill.scheduling.speculation import DraftCounts, Drafter
+from pagemill.scheduling.speculation import Drafter
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.step_plan import NO_WORK, StepPlan, StepResult
 from pagemill.scheduling.unstreaming import Unstreaming
@@ -348,7 +349,7 @@ class Scheduler:
         if not self._adapts and self.drafter is None:
             return
         generating = plan.num_generating
-        accepted = self.drafts.accepted - self._accepted
+        accepted = self.drafts.num_accepted_tokens - self._accepted
         self._accepted += accepted
         if self.drafter is not None and generating == plan.num_tokens:
             withdrawn = self._draft_work.withdrawn
@@ -437,17 +438,19 @@ class Scheduler:
             if sequence.request.pin is not None and sequence.table is not None:
                 self.pins.keep(sequence.request.request_id, sequence.table, now)
             accepted, reason, stop_reason = sequence.accept(tokens, self._eos)
+            proposed = right = 0
             if entries[position].drafts:
                 self._keep_accepted(entries[position], len(accepted))
                 if sample not in result.undrafted:
-                    self.drafts.note(entries[position].drafts, len(tokens) - 1)
+                    proposed, right = entries[position].drafts, min(len(tokens) - 1, len(accepted))
+                    self.drafts.note(proposed, right)
                     if self.drafter is not None:
-                        self.drafter.verified(sequence, entries[position].drafts, len(tokens) - 1)
+                        self.drafter.verified(sequence, proposed, len(tokens) - 1)
             if reason is not None:
                 self._note_answer(sequence)
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
-            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason))
+            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, proposed, right))
         for position in flight.computed:
             sequence = entries[position].sequence
             if sequence.status is not finished and position not in failed:

@@ -232,8 +232,8 @@ class Sequence:
 class SequenceUpdate(msgspec.Struct, gc=False):
     """Holds what a step brought for one sequence.
 
-    The tokens that it accepted, with their log probabilities if it asked for them; its end; or what a beam search has
-    ended with.
+    The tokens that it accepted, with their log probabilities if it asked for them; its end; how many drafts were
+    verified, and how many of these were right; or what a beam search has ended with.
     """
 
     sequence: Sequence
@@ -241,6 +241,8 @@ class SequenceUpdate(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | None = None
+    proposed: int = 0
+    right: int = 0
     error: Exception | None = None
     hypothesis: Hypothesis | None = None
 

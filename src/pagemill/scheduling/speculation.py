@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from pagemill.memory.manager import MemoryManager
@@ -53,25 +52,6 @@ class Drafter(Protocol):
     def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:
         """Is told how long a step took in which all of its query tokens, drafts among them, were generating rows', how
         many of the drafts were right, and what the draft model did in it."""
-
-
-@dataclass
-class DraftCounts:
-    """Counts since the start: rows with drafts, their drafts, those that were accepted, and these by position."""
-
-    rows: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    by_position: list[int] = field(default_factory=list)
-
-    def note(self, proposed: int, accepted: int) -> None:
-        """Counts one verified row."""
-        self.rows += 1
-        self.proposed += proposed
-        self.accepted += accepted
-        self.by_position += [0] * (proposed - len(self.by_position))
-        for position in range(accepted):
-            self.by_position[position] += 1
 
 
 def add_drafts(state: SchedulerState, draft: StepDraft, drafter: Drafter) -> None:

@@ -28,7 +28,13 @@ from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.errors import error_response
 from pagemill.server.protocol.events import DONE, EventStream, Writer, event, until_disconnect, until_late
-from pagemill.server.protocol.generation import Answer, GenerationRequest, PromptTokensDetails, Usage
+from pagemill.server.protocol.generation import (
+    Answer,
+    CompletionTokensDetails,
+    GenerationRequest,
+    PromptTokensDetails,
+    Usage,
+)
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.text.detokenizer import Detokenizer
 
@@ -120,8 +126,8 @@ class Call(ABC, Generic[R]):
         choices = [
             self._choice(at, output).model_dump_json() for at, result in enumerate(results) for output in result.outputs
         ]
-        around = self.WHOLE(**self._head, choices=[], usage=_usage(results), **self._beside(results)).model_dump_json()
-        return around.replace('"choices":[]', f'"choices":[{",".join(choices)}]', 1).encode()
+        around = self.WHOLE(**self._head, choices=[], usage=usage_of(results), **self._beside(results))
+        return around.model_dump_json().replace('"choices":[]', f'"choices":[{",".join(choices)}]', 1).encode()
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Returns the answer's server-sent events once its first part is there; what is refused until then is raised.
@@ -196,7 +202,7 @@ class Call(ABC, Generic[R]):
         """Returns the events that follow the answer."""
         if not self.request.include_usage:
             return []
-        return [event(self.CHUNK(**self._head, choices=[], usage=_usage(self._results())))]
+        return [event(self.CHUNK(**self._head, choices=[], usage=usage_of(self._results())))]
 
     def _failure(self, error: PagemillError) -> str:
         """Returns the event that says why the answer broke off."""
@@ -391,7 +397,7 @@ async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
     return await asyncio.to_thread(function, *args) if size > MOST_HERE else function(*args)
 
 
-def _usage(results: Sequence[RequestOutput]) -> Usage:
+def usage_of(results: Sequence[RequestOutput]) -> Usage:
     """Returns how many tokens the prompts and the choices of a call have."""
     prompt = sum(len(result.prompt_token_ids) for result in results)
     completion = sum(len(output.token_ids) for result in results for output in result.outputs)
@@ -401,4 +407,17 @@ def _usage(results: Sequence[RequestOutput]) -> Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=cached,
+        completion_tokens_details=_drafts_of(results),
+    )
+
+
+def _drafts_of(results: Sequence[RequestOutput]) -> CompletionTokensDetails | None:
+    """Returns what became of the drafts of a call; None if it had none."""
+    counts = [result.metrics.drafts for result in results if result.metrics.drafts is not None]
+    if not counts:
+        return None
+    accepted = sum(each.num_accepted_tokens for each in counts)
+    return CompletionTokensDetails(
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=sum(each.num_draft_tokens for each in counts) - accepted,
     )
