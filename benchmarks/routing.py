@@ -1,157 +1,143 @@
 """Compares ways to choose a replica among hundreds of modelled ones: what is found in caches, and first tokens' times.
 
-    python -m benchmarks.routing --trace conversation_trace.jsonl --replicas 200 --speed-up 60
+    python -m benchmarks.routing conversation_trace.jsonl [--replicas 200] [--seconds 600] [--rate 60]
+        [--ways least-work,round-robin]
 
-The `Router` that serves runs here too, on a public trace whose hashes say which prefixes are equal. A replica is a
-model: it computes one prompt after another, at the seconds per token that the roofline of a device gives, generates
-beside that in steps of a full batch, and keeps blocks of 512 tokens in a pool, the least recently used going first.
-What it holds reaches the router when a prompt has been computed. Everything here is modelled, nothing is measured.
+Router, scheduler and memory are those that serve: prompts come in chunks that leave the gaps of answers even, admission
+foresees, blocks are evicted. Step times are a roofline's, and messages take no time. Which prefixes are equal says the
+public trace, by hashes of 512 tokens; so large are the blocks here too. No blocks travel between replicas. Ray Serve
+LLM's prefix affinity ("affinity") is its own class; it needs `pagemill[ray]`, and is left out without.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import random
-from collections import Counter, OrderedDict
+import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+from benchmarks.replay.modelled_fleet import Choose, ModelledFleet
+from benchmarks.replay.output import write_table
+from benchmarks.replay.setup import (
+    add_device_arguments,
+    add_engine_arguments,
+    add_output_argument,
+    add_trace_arguments,
+    chosen_roofline,
+    chosen_setup,
+    chosen_trace,
+    describe,
+)
 
-from pagemill.distributed.routing import Asked, Router
-from pagemill.simulate.roofline import Roofline, read_device, read_shape
-from pagemill.simulate.step_time import StepWork
-from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest, read_trace
+from pagemill.distributed.routing import RoutingPolicy
+from pagemill.engine.messages import DIGEST_BYTES
+from pagemill.memory.digest import extend_chain
+from pagemill.simulate.engine import ROOT
+from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest
 
-CHUNK = 2048
-"""Tokens of a prompt in one step of the model that gives the seconds of a token."""
-BATCH = 64
-"""Sequences of a step that only generates."""
-ROWS = 256
 SPREADS = (("2 to 3", 2, 3), ("10 to 99", 10, 99), ("1000 and more", 1000, 1 << 30))
 """How often a block was asked for: names, from, to."""
-AFFINITY = {"Ray's affinity": float("inf"), "same, at most 8": 8.0}
-"""Ray Serve LLM's prefix affinity, with its defaults, and with its limit on how many more requests one replica may have
-than another. Needs `pagemill[ray]`."""
+AFFINITY = {"affinity": float("inf"), "affinity-8": 8.0}
+"""Ray Serve LLM's prefix affinity: how many more requests one replica may have than another; by default any number."""
+WAYS = ("least-work", "round-robin", "power-of-two", *AFFINITY)
 
 
-class Replica:
-    """A modelled engine: a queue of prompts, and a cache of blocks."""
-
-    def __init__(self, token_s: float, blocks: int) -> None:
-        self.free_s = 0.0
-        self.under_way = 0
-        self._token_s = token_s
-        self._most = blocks
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
-
-    def compute(self, now_s: float, digests: list[bytes], prompt_len: int) -> tuple[float, int]:
-        """Returns when a prompt's first token comes, and how many of its tokens were found."""
-        found = 0
-        for digest in digests:
-            if digest not in self._blocks:
-                break
-            found += MOONCAKE_BLOCK
-        found = min(found, prompt_len - 1)
-        self.free_s = max(now_s, self.free_s) + (prompt_len - found) * self._token_s
-        return self.free_s, found
-
-    def keep(self, digests: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Takes blocks into the cache. Returns those that are new, and those that went."""
-        new, gone = [digest for digest in digests if digest not in self._blocks], []
-        for digest in reversed(digests):  # a chain's end goes first
-            self._blocks[digest] = None
-            self._blocks.move_to_end(digest)
-        while len(self._blocks) > self._most:
-            gone.append(self._blocks.popitem(last=False)[0])
-        return new, gone
-
-
-def run(trace: list[TracedRequest], policy: str, replicas: int, token_s: float, step_s: float, blocks: int) -> dict:
-    """Returns the share of prompt tokens found, and each request's seconds to its first token."""
-    pool = [Replica(token_s, blocks) for _ in range(replicas)]
-    router = Router(MOONCAKE_BLOCK, "round-robin" if policy == "round-robin" else "least-work")
-    for number in range(replicas):
-        router.add(str(number), ROWS)
-        router.note_times(str(number), token_s, step_s)
-    affinity = None
-    if policy in AFFINITY:
+def chooser(way: str, replicas: int) -> Choose | None:
+    """Returns what chooses in the router's place; None where the router does."""
+    if way in AFFINITY:
         from benchmarks.ray_prefix_affinity import RayPrefixAffinity
 
-        affinity = RayPrefixAffinity(replicas, AFFINITY[policy])
-    choose, events, order = random.Random(0), [], 0
-    waits, found_tokens = np.zeros(len(trace)), 0
+        affinity = RayPrefixAffinity(replicas, AFFINITY[way])
+        return lambda request, under_way: affinity.choose(request.hash_ids, under_way)
+    if way == "power-of-two":
+        draw = random.Random(0)
+        return lambda request, under_way: min(draw.sample(range(replicas), 2), key=under_way.__getitem__)
+    return None
 
-    def pass_time(until_s: float) -> None:
-        while events and events[0][0] <= until_s:
-            _, _, what, number, request_id, digests, tokens = heapq.heappop(events)
-            if what == "first":
-                stored, removed = pool[number].keep(digests)
-                router.note_events(str(number), stored, removed)
-                router.note_tokens(request_id, 1)
-            else:
-                router.note_tokens(request_id, tokens)
-                router.end(request_id)
-                pool[number].under_way -= 1
 
-    for at, request in enumerate(trace):
-        pass_time(request.arrival_s)
-        digests = [each.to_bytes(8, "little") for each in request.hash_ids[: request.prompt_len // MOONCAKE_BLOCK]]
-        forced = None
-        if policy == "power of two":
-            forced = str(min(choose.sample(range(replicas), 2), key=lambda number: pool[number].under_way))
-        if affinity is not None:
-            forced = str(affinity.choose(request.hash_ids, [each.under_way for each in pool]))
-        asked = Asked(request.prompt_len, digests, request.output_len)
-        number = int(router.route(str(at), asked, forced).replica)
-        pool[number].under_way += 1
-        first_s, found = pool[number].compute(request.arrival_s, digests, request.prompt_len)
-        waits[at], found_tokens = first_s - request.arrival_s, found_tokens + found
-        end_s = first_s + request.output_len * step_s
-        for when_s, what in ((first_s, "first"), (end_s, "end")):
-            heapq.heappush(events, (when_s, order, what, number, str(at), digests, request.output_len - 1))
-            order += 1
-    counts = Counter(block for request in trace for block in request.hash_ids[: request.prompt_len // MOONCAKE_BLOCK])
-    copies = {block: router.directory.count_holders(block.to_bytes(8, "little")) for block in counts}
-    spread = {
-        name: [copies[block] for block, count in counts.items() if least <= count <= most and copies[block]]
+def findable(trace: Sequence[TracedRequest]) -> float:
+    """Returns the share of the prompts' tokens that one cache for all would find, if it forgot nothing."""
+    known, found = set[int](), 0
+    for request in trace:
+        whole = request.hash_ids[: request.prompt_len // MOONCAKE_BLOCK]
+        blocks = next((at for at, name in enumerate(whole) if name not in known), len(whole))
+        found += min(blocks * MOONCAKE_BLOCK, request.prompt_len - 1)
+        known.update(whole)
+    return found / sum(request.prompt_len for request in trace)
+
+
+def spread(fleet: ModelledFleet, trace: Sequence[TracedRequest]) -> dict[str, list[int]]:
+    """Returns how many replicas hold each block that is held, by how often it was asked for."""
+    asked: Counter[bytes] = Counter()
+    for request in trace:
+        chain: list[bytes] = []
+        extend_chain(chain, ROOT, request.prompt(), MOONCAKE_BLOCK)
+        asked.update(digest[:DIGEST_BYTES] for digest in chain)
+    copies = {digest: fleet.router.directory.count_holders(digest) for digest in asked}
+    return {
+        name: [copies[digest] for digest, count in asked.items() if least <= count <= most and copies[digest]]
         for name, least, most in SPREADS
     }
-    return {"spread": spread, "found": found_tokens / sum(request.prompt_len for request in trace), "waits": waits}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="Mooncake's JSON lines")
+    add_trace_arguments(parser, seconds=600.0, rate=60.0)
+    add_engine_arguments(parser, calibrated=False)
+    add_device_arguments(parser, device="h100", shape="llama-3-8b")
+    parser.set_defaults(max_num_batched_tokens=2048, kv_compaction="off")
     parser.add_argument("--replicas", type=int, default=200)
-    parser.add_argument("--speed-up", type=float, default=60.0, help="how many times as fast requests come")
-    parser.add_argument("--device", default="h100")
-    parser.add_argument("--shape", default="llama-3-8b")
+    parser.add_argument("--ways", default=",".join(WAYS if find_spec("ray") else WAYS[:3]), help="by commas")
+    add_output_argument(parser)
     given = parser.parse_args()
-    model = Roofline(read_device(given.device), read_shape(given.shape), "bfloat16")
-    layers = read_shape(given.shape).layers
-    token_s = model.seconds(StepWork(1, CHUNK, 1, layers * CHUNK**2 // 2, layers * CHUNK)) / CHUNK
-    seen = layers * BATCH * CHUNK
-    step_s = model.seconds(StepWork(BATCH, BATCH, BATCH, seen, seen))
-    blocks = model.kv_bytes // model.shape.frame_bytes(MOONCAKE_BLOCK)
-    trace = [replace(each, arrival_s=each.arrival_s / given.speed_up) for each in read_trace(given.trace)]
+    ways = given.ways.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        parser.error(f"there is no way {unknown[0]!r}; choose among {', '.join(WAYS)}")
+    roofline, trace = chosen_roofline(given), chosen_trace(given)
+    setup = replace(chosen_setup(given, MOONCAKE_BLOCK), target_tpot_s=None)
+    prompts = sum(request.prompt_len for request in trace)
     print(
-        f"modelled: {given.replicas} x {model.description}; {1e6 * token_s:.0f} us a prompt's token, "
-        f"{1e3 * step_s:.1f} ms a step, {blocks} blocks of {MOONCAKE_BLOCK}; {len(trace)} requests in "
-        f"{trace[-1].arrival_s:.0f} s"
+        f"modelled: {given.replicas} replicas; {describe(given, roofline, trace)} each\n"
+        f"one cache of all would find {findable(trace):.1%}\n"
     )
-    print(f"{'policy':16} {'found':>7} {'mean TTFT':>10} {'p50':>8} {'p99':>8}")
-    for policy in ("least-work", "round-robin", "power of two", *(AFFINITY if find_spec("ray") else ())):
-        result = run(trace, policy, given.replicas, token_s, step_s, blocks)
-        mean, half, most = (1e3 * each for each in (result["waits"].mean(), *np.percentile(result["waits"], (50, 99))))
-        print(f"{policy:16} {result['found']:7.1%} {mean:7.0f} ms {half:5.0f} ms {most:5.0f} ms")
-        if policy == "least-work":
-            spread = result["spread"]
-    print("replicas that hold a block by least work, in the mean, of blocks that were asked for")
-    for name, copies in spread.items():
-        print(f"  {name:>14} times: {np.mean(copies):6.1f} ({len(copies)} blocks)" if copies else f"  {name}: none")
+    print("| way | prompt tokens found | mean TTFT | p50 | p99 | per token, p50 | p99 | preemptions | simulated in |")
+    print("| --- |" + " ---: |" * 8)
+    rows: list[dict[str, Any]] = []
+    for way in ways:
+        began_s = time.process_time()
+        policy: RoutingPolicy = "round-robin" if way == "round-robin" else "least-work"
+        fleet = ModelledFleet(setup, roofline, given.replicas, policy=policy, choose=chooser(way, given.replicas))
+        outcome = fleet.run(trace)
+        waits = 1e3 * np.array([one.ttft_s for one in outcome.finished])
+        each = 1e3 * np.array([one.tpot_s for one in outcome.finished if one.tpot_s is not None])
+        row = {
+            "way": way,
+            "found": sum(one.num_cached_tokens for one in outcome.served) / prompts,
+            "ttft_mean_ms": float(waits.mean()),
+            **dict(zip(("ttft_median_ms", "ttft_p99_ms"), map(float, np.percentile(waits, (50, 99))), strict=True)),
+            **dict(zip(("tpot_median_ms", "tpot_p99_ms"), map(float, np.percentile(each, (50, 99))), strict=True)),
+            "preemptions": outcome.preemptions,
+            "refused": sum(one.refused for one in outcome.served),
+        }
+        rows.append(row)
+        print(
+            f"| {way} | {row['found']:.1%} | {row['ttft_mean_ms']:.0f} ms | "
+            f"{row['ttft_median_ms']:.0f} ms | {row['ttft_p99_ms']:.0f} ms | {row['tpot_median_ms']:.1f} ms | "
+            f"{row['tpot_p99_ms']:.1f} ms | {row['preemptions']} | {time.process_time() - began_s:.0f} s |",
+            flush=True,
+        )
+        if way == "least-work":
+            row["spread"] = spread(fleet, trace)
+    write_table(given, "routing", roofline.about, rows)
+    for row in rows:
+        for name, copies in row.get("spread", {}).items():
+            if copies:
+                print(f"{len(copies)} blocks asked for {name} times: held by {np.mean(copies):.1f} replicas")
 
 
 if __name__ == "__main__":

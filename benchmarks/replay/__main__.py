@@ -22,6 +22,7 @@ COMMANDS = {
     "foresight": "admission by foresight: preemptions of a 13B model, modelled",
     "waste": "KV memory that is reserved and holds nothing, by block size",
     "calibrate": "fit the step-time model to steps of the real engine on this machine",
+    "devices": "hold the modelled devices against steps and requests that were timed on them",
     "validate": "hold a roofline of this machine against steps of its real engine",
     "confirm": "serve a slice of a trace for real, and hold the simulation against it",
 }

@@ -7,12 +7,12 @@ the router after each of its steps, as in `engine.publishing`; that takes no tim
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from pagemill.distributed.routing import Asked, Router
+from pagemill.distributed.routing import Asked, Router, RoutingPolicy
 from pagemill.engine.messages import DIGEST_BYTES
 from pagemill.memory.digest import extend_chain
 from pagemill.planner.replica import Setup
@@ -24,6 +24,9 @@ from pagemill.simulate.links import Network, PeerBlocks
 from pagemill.simulate.simulator import Replay, Served
 from pagemill.simulate.step_time import StepModel
 from pagemill.simulate.trace import TracedRequest
+
+Choose = Callable[[TracedRequest, Sequence[int]], int]
+"""A function that returns the number of the replica that a request goes to, by how many each has under way."""
 
 
 @dataclass
@@ -46,6 +49,11 @@ class Replica:
         self.computed = 0
         """Tokens of prompts."""
 
+    @property
+    def under_way(self) -> int:
+        scheduler = self.engine.scheduler
+        return scheduler.num_running + scheduler.num_waiting
+
     def note(self, plan: StepPlan, seconds: float) -> None:
         """Notes a step, as an observer."""
         prompts = plan.num_tokens - plan.num_generating
@@ -57,6 +65,7 @@ class ModelledFleet:
     """replicas: how many there are. prefill_replicas: those of them that compute prompts alone.
 
     network: joins them; None: no blocks travel.
+    policy: the router's. choose: takes its place, if given; the router then keeps count only.
     """
 
     def __init__(
@@ -67,9 +76,12 @@ class ModelledFleet:
         *,
         network: Network | None = None,
         prefill_replicas: int = 0,
+        policy: RoutingPolicy = "least-work",
+        choose: Choose | None = None,
     ) -> None:
         self.outcome = Replay()
-        self._router = Router(setup.block_size, prefill_replicas=prefill_replicas)
+        self.router = Router(setup.block_size, policy, prefill_replicas)
+        self._choose = choose
         self._size = setup.block_size
         self._parts: dict[int, Part] = {}
         self._chains: dict[int, list[bytes]] = {}
@@ -86,7 +98,7 @@ class ModelledFleet:
                 scheduler, step_times, self._request, observe=observers, tokens=tokens, source=peers
             )
             self.replicas.append(Replica(engine, peers, Pacer(setup.max_num_batched_tokens)))
-            self._router.add(str(number), setup.max_num_seqs, str(number))
+            self.router.add(str(number), setup.max_num_seqs, str(number))
 
     def _request(self, number: int) -> TracedRequest:
         return self.outcome.served[number].request
@@ -107,7 +119,7 @@ class ModelledFleet:
                 continue
             now, _, at = heappop(events)
             for number in self.outcome.end_late(deadlines, now, engines):
-                self._router.end(str(number))
+                self.router.end(str(number))
             self._wake(at, now)
         self.outcome.end_s = now
         self.outcome.preemptions = sum(engine.scheduler.preemptions for engine in engines)
@@ -129,9 +141,12 @@ class ModelledFleet:
         )
         route = None
         if not first and request.num_sequences == 1 and request.output_len > 1:
-            route = self._router.route_prompt(str(number), asked)
+            route = self.router.route_prompt(str(number), asked)
         part = Part(0, prefills=route is not None)
-        route = route or self._router.route(str(number), asked)
+        at = None
+        if self._choose is not None:
+            at = str(self._choose(request, [replica.under_way for replica in self.replicas]))
+        route = route or self.router.route(str(number), asked, at)
         assert route is not None
         part.replica = int(route.replica)
         self._parts[number] = part
@@ -140,7 +155,7 @@ class ModelledFleet:
             replica.peers.note_held(int(route.holder), chain[: route.held_blocks])
         if not replica.engine.submit(number, most=1 if part.prefills else None, answered=first):
             self.outcome.served[number].refused = True
-            self._router.end(str(number))
+            self.router.end(str(number))
         elif replica.step is None:
             self._plan_wake(part.replica, now)
 
@@ -174,13 +189,13 @@ class ModelledFleet:
         if goes_on:
             update.finish_reason = None
         self.outcome.note(update, now)
-        self._router.note_tokens(str(number), len(update.tokens))
+        self.router.note_tokens(str(number), len(update.tokens))
         if goes_on:
-            self._router.end(str(number), whole=False)
+            self.router.end(str(number), whole=False)
             self._firsts[number] = update.tokens
             return [number]
         if self.outcome.served[number].finished_s is not None:
-            self._router.end(str(number))
+            self.router.end(str(number))
         return []
 
     def _tell(self, at: int) -> None:
@@ -188,7 +203,7 @@ class ModelledFleet:
         replica = self.replicas[at]
         stored, removed = replica.engine.scheduler.memory.take_events()
         short = [[digest[:DIGEST_BYTES] for digest in each] for each in (stored, removed)]
-        self._router.note_events(str(at), *short)
+        self.router.note_events(str(at), *short)
         fetch_s = {} if replica.peers is None else {str(peer): line for peer, line in replica.peers.fetch_times.items()}
         token_s = replica.pacer.token_s if replica.pacer.tells else 0.0
-        self._router.note_times(str(at), token_s, replica.pacer.plain_s, fetch_s)
+        self.router.note_times(str(at), token_s, replica.pacer.plain_s, fetch_s)

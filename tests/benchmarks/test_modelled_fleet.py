@@ -64,6 +64,26 @@ def test_prompts_are_computed_apart_and_answers_spread():
     assert outcome == serve(network=Network(block_s(0.02), 1e-4), prefill_replicas=1)[1]
 
 
+def test_another_way_to_choose_takes_the_routers_place():
+    seen: list[list[int]] = []
+
+    def last(request, under_way):
+        seen.append([*under_way])
+        return 2
+
+    fleet, outcome = serve(TRACE[:8], choose=last)
+    assert [one.num_tokens for one in outcome.served] == [one.output_len for one in TRACE[:8]]
+    assert [each.computed > 0 for each in fleet.replicas] == [False, False, True]
+    assert seen[0] == [0, 0, 0]
+    assert 0 < max(counts[2] for counts in seen) < 8
+    assert {(*counts[:2],) for counts in seen} == {(0, 0)}
+    in_turn = serve(TRACE[:6], policy="round-robin")[0]
+    lens = [one.prompt_len for one in TRACE[:6]]
+    found = sum(one.num_cached_tokens for one in in_turn.outcome.served)
+    assert sum(each.computed for each in in_turn.replicas) == sum(lens) - found
+    assert all(each.computed > 1536 for each in in_turn.replicas)
+
+
 def test_a_timeout_ends_a_request_wherever_it_is():
     trace = [TracedRequest(i, 0.01 * i, 1000, 30, timeout=1.0) for i in range(40)]
     _, outcome = serve(trace, network=Network(block_s(0.02), 1e-4), prefill_replicas=1)

@@ -184,7 +184,7 @@ def test_rows_that_nobody_needs_change_nothing_and_are_not_simulated_again(monke
 
     monkeypatch.setattr("pagemill.planner.search.run_trial", noted)
     choices = replace(ONE, max_num_seqs=(256, 512), max_num_batched_tokens=(2048, 1024))
-    size = plan_of(limits=Limits(0.07, 3.0), choices=choices).options[0].size
+    size = plan_of(limits=Limits(0.068, 3.0), choices=choices).options[0].size
     asked = {(settings.max_num_batched_tokens, settings.max_num_seqs) for settings, _ in size.trials}
     assert asked == {(2048, 256), (2048, 512), (1024, 256), (1024, 512)}
     assert asked - set(tried) == {(1024, 512)}

@@ -59,6 +59,18 @@ def test_seconds_are_those_by_hand(dtype, work, seconds):
     assert Roofline(DEVICE, MODEL, dtype).seconds(work) == pytest.approx(seconds)
 
 
+def test_keys_take_as_long_as_their_format_is_read():
+    work = StepWork(2, 3, 2, 50, 400)
+    slow = replace(DEVICE, kv_formats={"fp8_e4m3": 0.25})
+    plain, known, other = (
+        Roofline(device, MODEL, "bfloat16", kv).seconds(work)
+        for device, kv in ((DEVICE, "fp8"), (slow, "fp8"), (slow, "fp8_e5m2"))
+    )
+    # A key and value have 32 bytes a layer, at 500,000 a second or a quarter of that.
+    assert known - plain == pytest.approx(400 * 3 * 32 / 500_000)
+    assert other == plain
+
+
 def test_the_pool_is_what_the_weights_leave():
     assert MODEL.parameters == 18_432 + 2 * 3_200
     assert Roofline(DEVICE, MODEL, "bfloat16").kv_bytes == 180_000 - 10_000 - 2 * 24_832
@@ -69,7 +81,14 @@ def test_the_pool_is_what_the_weights_leave():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama-3-8b", 8.03), ("llama-3-70b", 70.55), ("opt-13b", 12.85), ("llama-13b", 13.02), ("smollm2-135m", 0.1345)],
+    [
+        ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.55),
+        ("opt-13b", 12.85),
+        ("llama-7b", 6.738),
+        ("llama-13b", 13.02),
+        ("smollm2-135m", 0.1345),
+    ],
 )
 def test_shapes_have_the_published_number_of_parameters(name, billions):
     assert read_shape(name).parameters / 1e9 == pytest.approx(billions, rel=1e-3)
@@ -123,6 +142,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         {"mine": {}},
         {"mine": {**wrong, "efficiency": {"memory": 1.0}}},
         {"mine": {**wrong, "bytes_per_s": 0.0}},
+        {"mine": {**wrong, "kv_formats": {"int4": 0.0}}},
         {"mine": {**wrong, "flop_per_s": {"fp4": 1.0}}},
     ):
         path = tmp_path / "broken.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,8 @@ class Device:
     peer_bytes_per_s: from one device to the others of a machine, one direction; None where none can work as one.
     efficiency:       the share of each peak that is reached: "memory" (of weights), "kv" (of keys and values),
                       "products", "attention" (of prompts), "link", "peers".
+    kv_formats:       the share of the "kv" efficiency that attention over a KV format reaches, by its name; all of it
+                      where not named.
     overlap:          how reading weights and multiplying with them, of a and b seconds, run beside each other: together
                       they take (a^overlap + b^overlap)^(1 / overlap). 1: one after the other; None: the longer one.
     step_s, row_s:    seconds that each step takes whatever is in it, and that each of its rows adds.
@@ -65,6 +67,7 @@ class Device:
     all_reduce_s: float = 0.0
     price_per_hour: float | None = None
     new_row_s: float = 0.0
+    kv_formats: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if set(self.efficiency) != set(EFFICIENCIES):
@@ -75,6 +78,7 @@ class Device:
             raise ValueError(f"flop_per_s is empty; give the rate of one dtype or more: {', '.join(ITEMSIZE)}")
         rates = {f"flop_per_s of {dtype}": rate for dtype, rate in self.flop_per_s.items()}
         rates |= {f"efficiency of {name}": share for name, share in self.efficiency.items()}
+        rates |= {f"kv_formats of {name}": share for name, share in self.kv_formats.items()}
         rates |= {name: getattr(self, name) for name in ("memory_bytes", "bytes_per_s")}
         for name in ("link_bytes_per_s", "peer_bytes_per_s"):
             if (rate := getattr(self, name)) is not None:
@@ -222,6 +226,7 @@ class Roofline:
             "tensor_parallel_size": self.ranks,
             "device": self.device.about,
             "efficiency": self.device.efficiency,
+            "kv_formats": self.device.kv_formats,
             "sources": {**self.device.sources, "model": self.model.source},
         }
 
@@ -251,6 +256,7 @@ class Roofline:
         byte_s = 1 / (share["memory"] * device.bytes_per_s * ranks)
         flop_s = 1 / (share["products"] * device.flop_per_s[self.dtype] * ranks)
         attention_flop_s = 1 / (share["attention"] * device.flop_per_s[self._attends_in] * ranks)
+        kv_bytes_per_s = share["kv"] * device.kv_formats.get(self.shape.format_name, 1.0) * device.bytes_per_s
         sent_s = 0.0
         if device.peer_bytes_per_s is not None:
             sent_s = (ranks - 1) / ranks * ACTIVATION_BYTES / (share["peers"] * device.peer_bytes_per_s)
@@ -260,7 +266,7 @@ class Roofline:
             token_s=2 * model.layer_weights * flop_s,
             head_s=model.head_weights * ITEMSIZE[self.dtype] * byte_s,
             logits_s=2 * model.head_weights * flop_s,
-            key_s=self.shape.key_bytes / (share["kv"] * device.bytes_per_s),
+            key_s=self.shape.key_bytes / kv_bytes_per_s,
             pair_s=4 * model.heads * model.head_dim * attention_flop_s,
             sent_token_s=2 * model.layers * 2 * model.hidden * sent_s,
             sent_logits_s=model.vocabulary * sent_s,

@@ -46,6 +46,11 @@ class KVShape:
         return KVFormat("", vector, vector, self.itemsize)
 
     @property
+    def format_name(self) -> str:
+        """The name of the format; empty for elements of `itemsize`."""
+        return self._format.name
+
+    @property
     def key_bytes(self) -> int:
         """The bytes of one token's K and V in one layer, scales included."""
         return self._format.slot_bytes(self.num_kv_heads, self.head_dim, self.head_dim)
