@@ -205,7 +205,8 @@ def test_answers_go_on_behind_a_partition_and_over_a_slow_link(folder, other_hos
         assert longest_s > 0.8 * CUT_S  # those of the other host waited
         assert len(processes_of(cluster, ENGINE)) == 2
         slowed = slow_down(other_host)
-        if slowed is not None:
-            texts, longest_s = asyncio.run(ask_all(cluster, 6))
-            assert texts == expected
-            print(f"{slowed}: longest gap {longest_s:.2f} s")
+        if slowed is None:
+            pytest.skip("answers went on behind the partition; this kernel makes no link slow, by netem or tbf")
+        texts, longest_s = asyncio.run(ask_all(cluster, 6))
+        assert texts == expected
+        print(f"{slowed}: longest gap {longest_s:.2f} s")

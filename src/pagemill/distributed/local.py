@@ -65,18 +65,18 @@ def serve_fleet(plan: FleetPlan, restarts: RestartLimits, on_ready: Callable[[st
         cluster = _Cluster(replace(plan, log_path=log_path), folder)
         front_end = _FrontEnd(plan, folder, sock)
         try:
-            if _live(cluster, front_end, signals, restarts, on_ready):
-                sock.close()
-                front_end.stop(signals, plan.limits.drain_timeout + SHUTDOWN_S)
-                cluster.stop(signals, SHUTDOWN_S)
+            _live(cluster, front_end, signals, restarts, on_ready)
+            sock.close()
+            front_end.stop(signals, plan.limits.drain_timeout + SHUTDOWN_S)
+            cluster.stop(signals, SHUTDOWN_S)
         finally:
             _end_descendants()
 
 
 def _live(
     cluster: _Cluster, front_end: _FrontEnd, signals: _Signals, restarts: RestartLimits, on_ready: Callable[[str], None]
-) -> bool:
-    """Keeps both parts running until a signal. Returns whether anybody is served then: else they are busy starting."""
+) -> None:
+    """Keeps both parts running until a signal."""
     parts, begun_s, first = (cluster, front_end), deque[float](), True
     for part in parts:
         part.begin()
@@ -96,7 +96,6 @@ def _live(
         if first and cluster.description is not None and front_end.description is not None:
             on_ready(front_end.description)
             first = False
-    return not first
 
 
 def _listening(plan: FleetPlan) -> socket.socket:
@@ -148,7 +147,12 @@ class _Part(ABC):
         return None
 
     def stop(self, signals: _Signals, timeout_s: float) -> None:
-        """Asks the process for its end and waits for that, but no longer than this, and not after a second signal."""
+        """Asks the process for its end and waits for that, but no longer than this, and not after a second signal.
+
+        Does nothing with one that is not ready: it may be busy, and nobody is served by it.
+        """
+        if self.description is None:
+            return
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError):
             self._stream.write(b"stop\n")
