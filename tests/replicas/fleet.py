@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import httpx
@@ -28,10 +29,10 @@ class Fleet:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         flags = ["--port", str(self.port), "--kv-memory", "64MiB", "--max-model-len", "1024", *arguments]
+        self._log = tempfile.TemporaryFile("w+")  # no pipe: nobody reads while it runs, and it would fill
         self.command = subprocess.Popen(
             [sys.executable, "-m", "pagemill", "serve", MODEL, "--replicas", "3", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=self._log,
         )
         if waits:
             self.wait_ready()
@@ -39,12 +40,17 @@ class Fleet:
     def wait_ready(self):
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            assert self.command.poll() is None, self.command.stderr.read()
+            assert self.command.poll() is None, self.said()
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
                     return
             time.sleep(0.1)
         raise AssertionError("not ready")
+
+    def said(self):
+        """Returns what the command has written to stderr."""
+        self._log.seek(0)
+        return self._log.read()
 
     def wait_whole(self):
         """Waits until three engines run, since the next one to be killed may be the last else."""

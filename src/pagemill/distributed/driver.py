@@ -68,7 +68,8 @@ def _serve(plan: FleetPlan, folder: str, stream: Any) -> int:
 
 
 def _end_with(sock: socket.socket, folder: str) -> None:
-    """Kills this process's group, which all processes of the cluster are in, once nobody is at the other end."""
+    """Kills this process's group, in which Ray's processes are, once nobody is at the other end. Engines end with
+    their replicas."""
     hung_up = select.poll()
     hung_up.register(sock, 0)
     hung_up.poll()

@@ -300,12 +300,12 @@ def _adopt_orphans() -> None:
 
 
 def _end_descendants(but: Collection[int] = ()) -> None:
-    """Kills all processes that come from this one, but for these children, and waits for them."""
+    """Kills all processes that come from this one, but for these children and theirs, and waits for them."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        left = [pid for pid in _descendants() if pid not in but]
+        left = _descendants(but)
         if not left:
             return
         for pid in left:
@@ -314,8 +314,8 @@ def _end_descendants(but: Collection[int] = ()) -> None:
         time.sleep(0.02)
 
 
-def _descendants() -> list[int]:
-    """Returns the ids of all processes that come from this one, as Linux lists them."""
+def _descendants(but: Collection[int] = ()) -> list[int]:
+    """Returns the ids of all processes that come from this one, as Linux lists them, without these and their own."""
     children: dict[int, list[int]] = {}
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
@@ -323,6 +323,6 @@ def _descendants() -> list[int]:
             children.setdefault(parent, []).append(int(place.name))
     found, left = [], [os.getpid()]
     while left:
-        left += (its := children.get(left.pop(), []))
+        left += (its := [pid for pid in children.get(left.pop(), []) if pid not in but])
         found += its
     return found
