@@ -29,7 +29,7 @@ class Fleet:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         flags = ["--port", str(self.port), "--kv-memory", "64MiB", "--max-model-len", "1024", *arguments]
-        self._log = tempfile.TemporaryFile("w+")  # no pipe: nobody reads while it runs, and it would fill
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads would fill)
         self.command = subprocess.Popen(
             [sys.executable, "-m", "pagemill", "serve", MODEL, "--replicas", "3", *flags],
             stderr=self._log,

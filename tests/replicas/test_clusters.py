@@ -1,7 +1,7 @@
 """An application by `serve run` and a config file: Ray Serve adds replicas under load and takes them away again, puts
 others in the place of all, and serves over two hosts, whose link fails for a while and is slow.
 
-Hosts are network namespaces, which only root may make. Needs pagemill[ray].
+Hosts are network namespaces, which only root may make. Needs pagemill[ray]: `make test-clusters` runs it.
 """
 
 import asyncio

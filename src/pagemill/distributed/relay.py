@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 AGAIN_S = 0.1
-"""Seconds after which a relay that is not there is tried again."""
+"""Seconds after which what is not there is tried again: a relay, or a replica."""
 STREAM = "outputs"
 """The method of a replica that yields; others return nothing."""
 
@@ -76,8 +76,16 @@ class Relay:
         self._loop = asyncio.get_running_loop()
         listing.watchers.append(self._list_from_router)
         server = await asyncio.start_unix_server(self._serve, path)
-        await self._handle.wait_ready.remote(replica=None)  # Ray Serve lists replicas for a handle that is used
+        while not await self._is_used():
+            await asyncio.sleep(AGAIN_S)
         await server.serve_forever()
+
+    async def _is_used(self) -> bool:
+        """Calls any replica: Ray Serve lists replicas for a handle that is used. Returns whether one has answered."""
+        with contextlib.suppress(Exception):
+            await self._handle.wait_ready.remote(replica=None)
+            return True
+        return False
 
     def _list_from_router(self, names: set[str]) -> None:
         self._loop.call_soon_threadsafe(self._note_listed, names)
