@@ -39,10 +39,10 @@ GPU_RUN = $(if $(GPU_PYTHON),PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON),$(BIN)/python)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-gpu compile-gpu gpu-python test-minimum test-clients test-ray test-faults coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize test-arm wheel clean distclean
+.PHONY: help serve test test-slow test-gpu compile-gpu gpu-python test-minimum test-clients test-ray test-clusters test-faults coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize test-arm wheel clean distclean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= ATTACK_ARGS= SANITIZE_ARGS= ARM_ARGS= SCHEDULES=$(SCHEDULES) CAPABILITIES=\"$(CAPABILITIES)\" MINUTES=$(MINUTES) GPU_PYTHON= GPU_PACKAGES=$(GPU_PACKAGES) TORCH_INDEX= PYTHON="
 
 serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
@@ -100,9 +100,13 @@ test-clients: $(BUILT)  ## Run suites of LangChain, litellm and Node's openai ag
 	@$(MODEL_READY)
 	@VENV=$(VENV) scripts/test-clients $(PYTEST_ARGS)
 
-test-ray: $(BUILT)  ## Install Ray into build/ray-venv, then serve replicas, kill each kind of process under clients that stream, cut a host off, let load add replicas (settings: PYTEST_ARGS)
+test-ray: $(BUILT)  ## Install Ray into build/ray-venv, then serve replicas, kill replica, engine, front end, cluster and command under clients that stream (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
 	@VENV=$(VENV) scripts/test-ray $(PYTEST_ARGS)
+
+test-clusters: $(BUILT)  ## Kill every other kind of process under clients that stream, cut a host off, let load add replicas, update all: a quarter of an hour that `make test-ray` leaves out (settings: PYTEST_ARGS)
+	@$(MODEL_READY)
+	@VENV=$(VENV) scripts/test-ray -m slow $(PYTEST_ARGS)
 
 test-faults: $(BUILT)  ## Draw 3000 schedules of faults between a front end and its replicas, in simulated time (settings: SCHEDULES, PYTEST_ARGS)
 	@PAGEMILL_FAULT_SCHEDULES=$(SCHEDULES) exec $(BIN)/python -m pytest tests/distributed/test_fault_schedules.py --timeout 0 $(PYTEST_ARGS)

@@ -32,7 +32,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 IDLE_S = 6.0
 KINDS = {
     "pagemill.engine.process": "engine",
-    ":FrontEnd": "front end",
+    "listening_front_end": "front end",
     ":Engine": "replica",
     "pagemill serve": "server",
 }

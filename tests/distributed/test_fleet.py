@@ -40,7 +40,7 @@ class RecordedLink:
 
     def __init__(self, name, front_end, handle, user):
         self.name, self._user = name, user
-        self.death, self.facts, self.closing = None, None, False
+        self.death, self.facts, self.closing, self.engine_died = None, None, False, False
         self.sent, self.asked, self.answers = [], [], asyncio.Event()
         self.answers.set()
         self.opened.append(self)
@@ -64,8 +64,8 @@ class RecordedLink:
     async def close(self):
         self.die("closed")
 
-    def die(self, why="killed"):
-        self.death = EngineDeadError(why)
+    def die(self, why="killed", *, engine_died=False):
+        self.death, self.engine_died = EngineDeadError(why), engine_died
         self._user.note_end(self)
 
     def bring(self, request_id, **more):
@@ -194,6 +194,22 @@ def test_waiting_requests_are_not_held_up_by_one_that_cannot_be_sent(monkeypatch
         assert (refused.request_id, refused.error.error_type) == ("bad", "InvalidRequestError")
 
     run(monkeypatch, scenario)
+
+
+@pytest.mark.parametrize("engine_died", [True, False])
+def test_a_request_that_engines_die_of_ends_and_one_that_loses_a_whole_cluster_waits(monkeypatch, engine_died):
+    async def scenario(fleet, links, frontend):
+        fleet.submit(request("q"))
+        for _ in range(3):
+            next(link for link in links.values() if link.requests and link.death is None).die(engine_died=engine_died)
+        assert bool(await failures(frontend)) is engine_died
+        next(link for link in links.values() if link.death is None).die()
+        fleet.note_listed({"e"})
+        RecordedLink.opened[-1].come()
+        await settle()
+        assert RecordedLink.opened[-1].requests == ([] if engine_died else ["q"])
+
+    run(monkeypatch, scenario, names=("a", "b", "c", "d"))
 
 
 @pytest.mark.parametrize("by", ["losses", "time"])

@@ -10,7 +10,7 @@ import yaml
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from pagemill.distributed.front_end import ListeningFrontEnd, proxied_ingress
+from pagemill.distributed.front_end import proxied_ingress
 from pagemill.distributed.plan import FleetPlan
 from pagemill.distributed.plan_arguments import plan_of
 from pagemill.distributed.replica import EngineReplica, ScaledReplica
@@ -39,7 +39,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(plan: FleetPlan) -> serve.Application:
-    """Returns the application of a plan: a front end, and engines behind it. Raises `ConfigError`."""
+    """Returns the application of a plan: engines, and before them a front end, unless that listens by itself. Raises
+    `ConfigError`."""
     scaled: dict[str, Any] = {"num_replicas": plan.replicas}
     if isinstance(plan.replicas, tuple):
         least, most = plan.replicas
@@ -62,14 +63,17 @@ def application(plan: FleetPlan) -> serve.Application:
         **scaled,
         **ending,
     )
+    engines = engine.bind(plan.engine_config(), plan.log_path, plan.peering(), plan.host())
+    if plan.address is not None:
+        return engines
     front_end = serve.deployment(
-        ListeningFrontEnd if plan.address is not None else proxied_ingress,
+        proxied_ingress,
         name=FRONT_END,
         num_replicas=1,
         ray_actor_options=dict(plan.front_end_resources),
         **ending,
     )
-    return front_end.bind(engine.bind(plan.engine_config(), plan.log_path, plan.peering(), plan.host()), plan)
+    return front_end.bind(engines, plan)
 
 
 def _value(value: Any) -> Any:

@@ -17,7 +17,7 @@ from pagemill.distributed import listing
 from pagemill.distributed.changes import Changes
 from pagemill.distributed.fleet_pins import FleetPins
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
-from pagemill.distributed.flights import MAX_SENT, Flight, Flights
+from pagemill.distributed.flights import Flight, Flights
 from pagemill.distributed.losses import Losses
 from pagemill.distributed.merging import add_held, merge
 from pagemill.distributed.peers import Peers
@@ -280,13 +280,15 @@ class Fleet:
         self._tenancy.shares.forget(link.name)
         self._pins.leave(link.name, self._serving())
         lost = self._flights.at(link.name)
+        now = time.monotonic()
         if link.facts is not None and not link.closing:  # else it was tried again before Ray Serve had noticed
-            self._losses.note(time.monotonic())
+            self._losses.note(now)
             LOGGER.error("%s; requests that go on elsewhere: %d", link.death, len(lost))
         self._refresh()
         for flight in lost:
             self._tenancy.note_sent(flight.asked.request_id, None)
-        for flight in sorted(lost, key=lambda flight: flight.num_sent >= MAX_SENT):  # an end lets others begin
+            flight.note_loss(now, engine_died=link.engine_died)
+        for flight in sorted(lost, key=lambda flight: flight.is_suspect):  # an end lets others begin
             self._go_on(flight, str(link.death))
         self._send_waiting()
         self._check_losses()
@@ -441,7 +443,7 @@ class Fleet:
 
     def _go_on(self, flight: Flight, why: str) -> None:
         """Sends a request that nobody has any more to another replica, or ends it with an error."""
-        if flight.num_sent >= MAX_SENT:
+        if flight.is_suspect:
             self._incoming.put_nowait(self._flights.fail(flight, why))
             self._end(flight.asked.request_id)
             return

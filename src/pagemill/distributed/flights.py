@@ -8,16 +8,18 @@ to come once more: it is left out, or the request ends with an error if it diffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from pagemill.distributed.losses import TOGETHER_S
 from pagemill.engine.messages import EngineRequest, SequenceOutput, refusals
 from pagemill.errors import EngineRestartingError
 
-MAX_SENT = 3
-"""Replicas that a request is sent to, one after another: it may be what they die of."""
+MAX_LOSSES = 3
+"""Replicas that may be lost under a request, one after another: it may be what they die of."""
 
 
 @dataclass
@@ -27,6 +29,11 @@ class Flight:
     asked: EngineRequest
     replica: str | None = None
     num_sent: int = 0
+    num_losses: int = 0
+    """Replicas that were lost under it. What is lost together with another is lost to the same, and not to it, unless
+    its replica has said that its engine has died."""
+    lost_s: float = -math.inf
+    """When the last of these was."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Tokens of each sequence that have come."""
     repeats: dict[int, int] = field(default_factory=dict)
@@ -51,6 +58,16 @@ class Flight:
     def goes_on(self) -> bool:
         """Returns whether it can go on behind what has come, instead of beginning again."""
         return self.asked.params.n == 1 and self.asked.beam is None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Returns whether so many replicas were lost under it that it is sent to no other."""
+        return self.num_losses >= MAX_LOSSES
+
+    def note_loss(self, now: float, *, engine_died: bool) -> None:
+        """Counts that its replica is lost now."""
+        if engine_died or now - self.lost_s > TOGETHER_S:
+            self.num_losses, self.lost_s = self.num_losses + 1, now
 
     @property
     def has_ended(self) -> bool:

@@ -1,7 +1,8 @@
-"""A fleet on this machine alone: a Ray cluster that begins and ends with the command, and comes again if it dies.
+"""A fleet on this machine alone: a front end and a Ray cluster that begin and end with the command.
 
-Ray starts again what dies within it: replicas, the front end, its own controller. Where the cluster itself dies (its
-raylet, or the process that started it), everything that is left of it is ended, and another is started.
+Ray starts again what dies within it: replicas, its own controller. Where the cluster itself dies (its raylet, its GCS,
+or the process that started it), what is left of it is ended, and another is started, while the front end lets requests
+wait. Where the front end dies, another is started. It listens on a socket of this process, so new connections wait.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from pagemill.child_process import Child, start_child
-from pagemill.distributed.driver import Said
+from pagemill.child_process import start_child
+from pagemill.distributed.driver import RELAY, Said
 from pagemill.distributed.plan import FleetPlan
 from pagemill.errors import EngineDeadError
 from pagemill.frontend.supervisor import RestartLimits
@@ -52,26 +55,155 @@ IGNORED = ("SIGHUP", "SIGUSR1", "SIGUSR2")
 def serve_fleet(plan: FleetPlan, restarts: RestartLimits, on_ready: Callable[[str], None]) -> None:
     """Serves until SIGINT or SIGTERM. A second signal ends answers that are under way.
 
-    on_ready: is called with what the engines are, once requests are answered; not when another cluster takes the place
-    of one that has died. Raises `EngineDeadError` where the first does not start, or too many have died.
+    on_ready: is called with what the engines are, once requests are answered; not when others take the place of what
+    has died. Raises `EngineDeadError` where the first do not start, or too many have died.
     """
     os.environ.update(ENVIRONMENT, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     _adopt_orphans()
     signals = _Signals()
-    begun_s: deque[float] = deque()
-    with _folder() as folder, signals, _log_pipe(Path(folder, "log")) as log_path:
-        plan = replace(plan, log_path=log_path)
-        first = True
+    with _folder() as folder, signals, _log_pipe(Path(folder, "log")) as log_path, _listening(plan) as sock:
+        cluster = _Cluster(replace(plan, log_path=log_path), folder)
+        front_end = _FrontEnd(plan, folder, sock)
         try:
-            while not signals.count:
-                why = _live_once(plan, folder, signals, on_ready if first else None)
-                _end_descendants()
-                if signals.count:
-                    return
-                first = False
-                _check_restarts(begun_s, restarts, why)
+            _live(cluster, front_end, signals, restarts, on_ready)
+            sock.close()
+            front_end.stop(signals, plan.limits.drain_timeout + SHUTDOWN_S)
+            cluster.stop(signals, SHUTDOWN_S)
         finally:
             _end_descendants()
+
+
+def _live(
+    cluster: _Cluster, front_end: _FrontEnd, signals: _Signals, restarts: RestartLimits, on_ready: Callable[[str], None]
+) -> None:
+    """Keeps both parts running until a signal."""
+    parts, begun_s, first = (cluster, front_end), deque[float](), True
+    for part in parts:
+        part.begin()
+    while sockets := signals.wait([part.channel for part in parts]):
+        for part in parts:
+            if part.channel not in sockets:
+                continue
+            died = part.listen()
+            if died is not None:
+                if first:
+                    raise EngineDeadError(f"the replicas could not be started: {died}")
+                _check_restarts(begun_s, restarts, died)
+                part.end(but=[each.pid for each in parts if each is not part])
+                part.begin()
+            elif not first:
+                LOGGER.warning("%s again", part.runs)
+        if first and cluster.description is not None and front_end.description is not None:
+            on_ready(front_end.description)
+            first = False
+
+
+def _listening(plan: FleetPlan) -> socket.socket:
+    """Returns the socket of the plan's address."""
+    assert plan.address is not None
+    family, *_ = socket.getaddrinfo(*plan.address, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(plan.address, family=family)
+
+
+class _Part(ABC):
+    """A child process that says when it is ready, and is started again where it dies."""
+
+    module: str
+    """Of `start_child`."""
+    gone: str
+    """What to say where it has died without a word."""
+    runs: str
+
+    def __init__(self) -> None:
+        self.description: str | None = None
+        """What it has said of the engines; None until it is ready."""
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    @property
+    def channel(self) -> socket.socket:
+        return self._child.socket
+
+    def begin(self) -> None:
+        """Starts the process."""
+        self.description = None
+        self._child = start_child(self.module, 0)
+        self._stream = self._child.socket.makefile("rwb")
+        with contextlib.suppress(OSError):  # it has died already, which is seen where it is listened to
+            self._send_plan(self._child.socket, self._stream)
+            self._stream.flush()
+
+    def listen(self) -> str | None:
+        """Takes what the process has said. Returns why it is gone; None while it is not."""
+        try:
+            said: Said = pickle.load(self._stream)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            return self.gone
+        if said.error is not None:
+            return _last_line(said.error)
+        self.description = said.description
+        return None
+
+    def stop(self, signals: _Signals, timeout_s: float) -> None:
+        """Asks the process for its end and waits for that, but no longer than this, and not after a second signal.
+
+        Does nothing with one that is not ready: it may be busy, and nobody is served by it.
+        """
+        if self.description is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(OSError):
+            self._stream.write(b"stop\n")
+            self._stream.flush()
+        while self._child.process.poll() is None and signals.count < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    @abstractmethod
+    def end(self, but: Collection[int]) -> None:
+        """Kills what is left of a process that has died or is about to. but: processes of others."""
+
+    @abstractmethod
+    def _send_plan(self, sock: socket.socket, stream: Any) -> None:
+        """Tells a process that has just been started what it is to do."""
+
+
+class _Cluster(_Part):
+    """The Ray cluster, with the engines, and the process that starts it."""
+
+    module = "pagemill.distributed.driver"
+    gone = "the Ray cluster of this machine is gone"
+    runs = "the replicas run"
+
+    def __init__(self, plan: FleetPlan, folder: str) -> None:
+        super().__init__()
+        self._plan, self._folder = plan, folder
+
+    def end(self, but: Collection[int]) -> None:
+        _end_descendants(but)
+
+    def _send_plan(self, sock: socket.socket, stream: Any) -> None:
+        pickle.dump((self._plan, self._folder), stream)
+
+
+class _FrontEnd(_Part):
+    """The process that answers requests, on a socket of this process."""
+
+    module = "pagemill.distributed.listening_front_end"
+    gone = "the front end is gone"
+    runs = "the front end runs"
+
+    def __init__(self, plan: FleetPlan, folder: str, listening: socket.socket) -> None:
+        super().__init__()
+        self._plan, self._folder, self._listening = plan, folder, listening
+
+    def end(self, but: Collection[int]) -> None:
+        self._child.end()
+
+    def _send_plan(self, sock: socket.socket, stream: Any) -> None:
+        socket.send_fds(sock, [b"\0"], [self._listening.fileno()])
+        pickle.dump((self._plan, str(Path(self._folder, RELAY))), stream)
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
@@ -91,52 +223,6 @@ def _check_restarts(begun_s: deque[float], limits: RestartLimits, why: str) -> N
         raise EngineDeadError(f"{why}; it is not started once more (max_engine_restarts)")
     begun_s.append(now)
     LOGGER.error("%s; another is being started", why)
-
-
-def _live_once(plan: FleetPlan, folder: str, signals: _Signals, on_ready: Callable[[str], None] | None) -> str:
-    """Runs one cluster until a signal, or until it dies; then returns what became of it.
-
-    Raises `EngineDeadError` where the first one, whose `on_ready` is given, does not become ready.
-    """
-    driver = start_child("pagemill.distributed.driver", 0)
-    with driver.socket.makefile("rwb") as stream:
-        pickle.dump((plan, folder), stream)
-        stream.flush()
-        if signals.wait(driver.socket):
-            return ""  # nobody is served yet, and the driver is busy: it is killed
-        said = _read(stream)
-        if said is None or said.error is not None:
-            why = "the Ray cluster is gone" if said is None else _last_line(said.error or "")
-            if on_ready is not None:
-                raise EngineDeadError(f"the replicas could not be started: {why}")
-            return why
-        if on_ready is not None:
-            on_ready(said.description or "")
-        else:
-            LOGGER.warning("the replicas run again")
-        if not signals.wait(driver.socket):
-            return "the Ray cluster of this machine is gone"
-        with contextlib.suppress(OSError):
-            stream.write(b"stop\n")
-            stream.flush()
-        _await_end(driver, signals, plan.limits.drain_timeout + SHUTDOWN_S)
-    return ""
-
-
-def _await_end(driver: Child, signals: _Signals, timeout_s: float) -> None:
-    """Waits until a driver has ended, but no longer than this, and not after a second signal."""
-    deadline = time.monotonic() + timeout_s
-    while driver.process.poll() is None and signals.count < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def _read(stream: object) -> Said | None:
-    """Returns what a driver has said; None if it is gone."""
-    try:
-        said: Said = pickle.load(stream)  # type: ignore[arg-type]
-    except (EOFError, OSError, pickle.UnpicklingError):
-        return None
-    return said
 
 
 def _last_line(text: str) -> str:
@@ -163,17 +249,18 @@ class _Signals:
         self._wake.close()
         self._woken.close()
 
-    def wait(self, sock: socket.socket) -> bool:
-        """Waits until a socket has something to read, or a signal to stop has come. Returns whether one has."""
+    def wait(self, sockets: list[socket.socket]) -> list[socket.socket]:
+        """Waits until sockets have something to read, and returns these; none once a signal to stop has come."""
         readable: list[socket.socket] = []
-        while not self.count and sock not in readable:
-            readable, *_ = select.select([sock, self._woken], [], [])
+        while not self.count and not readable:
+            readable, *_ = select.select([*sockets, self._woken], [], [])
             if self._woken in readable:
+                readable.remove(self._woken)
                 self._woken.recv(64)
             while self._ignored:  # logged here: a handler may come in the middle of a line
                 name = signal.Signals(self._ignored.pop(0)).name
                 LOGGER.warning("%s does nothing in a server of several replicas", name)
-        return self.count > 0
+        return [] if self.count else readable
 
     def _note(self, *_: object) -> None:
         self.count += 1
@@ -212,13 +299,13 @@ def _adopt_orphans() -> None:
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _end_descendants() -> None:
-    """Kills all processes that come from this one, and waits for them."""
+def _end_descendants(but: Collection[int] = ()) -> None:
+    """Kills all processes that come from this one, but for these children and theirs, and waits for them."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        left = _descendants()
+        left = _descendants(but)
         if not left:
             return
         for pid in left:
@@ -227,8 +314,8 @@ def _end_descendants() -> None:
         time.sleep(0.02)
 
 
-def _descendants() -> list[int]:
-    """Returns the ids of all processes that come from this one, as Linux lists them."""
+def _descendants(but: Collection[int] = ()) -> list[int]:
+    """Returns the ids of all processes that come from this one, as Linux lists them, without these and their own."""
     children: dict[int, list[int]] = {}
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
@@ -236,6 +323,6 @@ def _descendants() -> list[int]:
             children.setdefault(parent, []).append(int(place.name))
     found, left = [], [os.getpid()]
     while left:
-        left += (its := children.get(left.pop(), []))
+        left += (its := [pid for pid in children.get(left.pop(), []) if pid not in but])
         found += its
     return found

@@ -6,11 +6,14 @@ from collections import deque
 
 from pagemill.frontend.supervisor import RestartLimits
 
+TOGETHER_S = 1.0
+"""Seconds within which what is lost has one cause: the machine of several replicas, or their Ray cluster."""
+
 
 class Losses:
     """Counts replicas that were lost. Times are in seconds, of one clock.
 
-    count: all of them.
+    count: all of them; of those that are lost together, the limits see one.
     """
 
     def __init__(self, limits: RestartLimits) -> None:
@@ -22,7 +25,8 @@ class Losses:
     def note(self, now: float) -> None:
         """Counts a replica that was lost now."""
         self.count += 1
-        self._times.append(now)
+        if not self._times or now - self._times[-1] > TOGETHER_S:
+            self._times.append(now)
 
     def too_many(self, now: float) -> str | None:
         """Returns why requests should wait for no other where none is left; None if they may."""
@@ -31,4 +35,5 @@ class Losses:
             self._times.popleft()
         if len(self._times) <= self._limits.max_engine_restarts:
             return None
-        return f"no replica is left, and {len(self._times)} were lost in {window_s:g} s (max_engine_restarts)"
+        lost = f"replicas were lost {len(self._times)} times in {window_s:g} s"
+        return f"no replica is left, and {lost} (max_engine_restarts)"

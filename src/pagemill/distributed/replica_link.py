@@ -77,6 +77,11 @@ class ReplicaLink:
         """Takes what comes past Ray."""
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
 
+    @property
+    def engine_died(self) -> bool:
+        """Returns whether the replica has said that its engine has died, so that it ends too."""
+        return self._last_words is not None
+
     def send(self, message: Any) -> None:
         """Queues a message, in order; nothing happens if the replica is gone. Raises `InvalidRequestError` for one that
         cannot be sent."""
