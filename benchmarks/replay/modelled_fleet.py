@@ -205,5 +205,5 @@ class ModelledFleet:
         short = [[digest[:DIGEST_BYTES] for digest in each] for each in (stored, removed)]
         self.router.note_events(str(at), *short)
         fetch_s = {} if replica.peers is None else {str(peer): line for peer, line in replica.peers.fetch_times.items()}
-        token_s = replica.pacer.token_s if replica.pacer.tells else 0.0
-        self.router.note_times(str(at), token_s, replica.pacer.plain_s, fetch_s)
+        pacer = replica.pacer
+        self.router.note_times(str(at), pacer.mean_token_s, pacer.plain_s, fetch_s, tokens=pacer.told_tokens)

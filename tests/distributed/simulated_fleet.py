@@ -224,7 +224,9 @@ class SimulatedEngine:
         if self.blocks is not None:
             self.blocks.note_step(step_s, token_s)
             fetch_s = self.blocks.tiers.fetch_times()
-        self._on_held(Held(stored=stored, removed=removed, token_s=token_s, step_s=step_s, fetch_s=fetch_s))
+        self._on_held(
+            Held(stored=stored, removed=removed, token_s=token_s, tokens=10**6, step_s=step_s, fetch_s=fetch_s)
+        )
 
     def _is_ready(self, one):
         """Returns whether a sequence can be computed. It begins with what others have of it."""

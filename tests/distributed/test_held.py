@@ -20,10 +20,14 @@ from pagemill.memory.kv_events import KVEvents
 def test_times_that_have_moved_are_told_without_any_block():
     publisher = Publisher(SimpleNamespace(take_events=lambda: KVEvents([], [])), None, 512)
     assert publisher.take() is None
-    publisher.note_step(0.1, 100, 0)
-    assert publisher.take().token_s == 1e-3
-    publisher.note_step(0.11, 100, 0)
+    publisher.note_step(1.0, 1000, 0)
+    told = publisher.take()
+    assert (told.token_s, told.tokens) == (1e-3, 1000)
+    publisher.note_step(0.11, 90, 0)
     assert publisher.take() is None
+    publisher.note_step(0.2, 110, 0)
+    told = publisher.take()
+    assert (told.token_s, told.tokens) == (pytest.approx(1.31 / 1200), 1200), "of all, not of the last"
     publisher.note_step(2e-2, 0, 1)
     assert publisher.take().step_s == 2e-2
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill.distributed import routing
 from pagemill.distributed.block_directory import BlockDirectory
 from pagemill.distributed.routing import Asked, Router
 
@@ -194,6 +195,32 @@ def test_a_slow_replica_gets_less():
     router.note_times("r0", 4e-3, 4e-2)
     went = [router.route(f"q{number}", asked(f"p{number}", 10)).replica for number in range(50)]
     assert 2.5 < went.count("r1") / went.count("r0") < 6
+
+
+def test_what_few_tokens_have_shown_of_a_replica_hardly_counts():
+    router = fleet(2)
+    router.note_times("r0", 2e-3, 1e-2, tokens=routing.TRUSTED_TOKENS // 100)
+    router.note_times("r1", 1e-3, 1e-2, tokens=routing.TRUSTED_TOKENS // 100)
+    went = [router.route(f"q{number}", asked(f"p{number}", 10)).replica for number in range(50)]
+    assert abs(went.count("r1") - went.count("r0")) <= 2
+    router = fleet(2)
+    router.note_times("r0", 2e-3, 1e-2, tokens=100 * routing.TRUSTED_TOKENS)
+    router.note_times("r1", 1e-3, 1e-2, tokens=100 * routing.TRUSTED_TOKENS)
+    went = [router.route(f"q{number}", asked(f"p{number}", 10)).replica for number in range(50)]
+    assert 1.5 < went.count("r1") / went.count("r0") < 3
+
+
+def test_with_many_prompts_under_way_a_prompt_is_computed_anew_less_readily():
+    """An idle replica gets a prompt that a busy one has, unless others would have to wait for that."""
+    for waiting, home_keeps in ((0, False), (12, True)):
+        router, what = fleet(), asked("a", 30)
+        home = serve(router, "first", what)
+        router.note_events(home, what.digests, [])
+        others = [name for name in router.replicas if name != home]
+        for number in range(waiting):
+            router.route(f"w{number}", asked(f"w{number}", 20), at=others[number % 2])
+        router.route("long", asked("long", 40), at=home)
+        assert (router.route("again", what).replica == home) is home_keeps
 
 
 FETCH_S = dict.fromkeys(("at0", "at1", "at2"), (2e-3, 1e-3))

@@ -239,7 +239,8 @@ class Fleet:
     def note_held(self, link: ReplicaLink, held: Held) -> None:
         if self._router is not None and self._router.knows(link.name):
             self._router.note_events(link.name, split_digests(held.stored), split_digests(held.removed))
-            self._router.note_times(link.name, held.token_s, held.step_s, held.fetch_s, held.disk_s)
+            times = (held.token_s, held.step_s, held.fetch_s, held.disk_s, held.tokens)
+            self._router.note_times(link.name, *times)
 
     def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
         assert self._router is not None

@@ -1,8 +1,9 @@
 """Router: sends each request to the replica where the work left is least, and keeps sessions where their blocks are.
 
 A replica's work is what its requests have yet to compute: tokens of prompts, and tokens that answers are expected to
-have, in the seconds that a token takes there by its own measurement. A request adds the tokens of its prompt that the
-replica does not have, or the seconds in which it loads them from its disk or fetches them from another. So a prefix
+have, in the seconds that a token takes there: by its own measurement, as far as that is trusted, and else by all
+replicas'. A request adds the tokens of its prompt that the replica does not have, or the seconds in which it loads them
+from its disk or fetches them from another; and these count for those too that they hold up. So a prefix
 draws requests to where it is as long as that saves more than others wait less, and is computed a second time, or
 fetched, when its replica has too much to do: what is hot spreads, what is cold does not.
 
@@ -29,14 +30,21 @@ MAX_SESSIONS = 65_536
 """Sessions whose replica is remembered; of more, those used longest ago are forgotten."""
 UNMEASURED_TOKEN_S = 1e-3
 """Seconds of a token where no replica has measured any yet: all are taken to be equal."""
+TRUSTED_TOKENS = 1_000_000
+"""Tokens of prompts over which a replica's own measurement counts as much as the mean of all. What a token takes hangs
+on how long prompts are, so one that has had long ones looks slow for a while."""
 FIRST_ANSWER_TOKENS = 128.0
 """Tokens that an answer is expected to have before any has ended."""
 LEAST_SPLIT_TOKENS = 128
 """A prompt of which fewer tokens are to be computed is not worth two replicas."""
+HOLDS_UP = 0.5
+"""A second for a prompt counts as so many more for each usual prompt that replicas have yet to compute, in their mean:
+about as many come while it takes, and wait behind it."""
 HELD_UP = 2.0
 """A second by which a prompt holds up an answer under way counts as so many seconds before a first token."""
 FADING = 0.05
-"""Weight of the last answer's length in the length that is expected; all earlier ones have the rest."""
+"""Weight of the last answer's length in the length that is expected, and of the last prompt's; all earlier ones have the
+rest."""
 
 
 class Asked(NamedTuple):
@@ -97,6 +105,9 @@ class _Replica:
     rows: int
     address: str = ""
     token_s: float = 0.0
+    """Seconds of a prompt's token, by its own measurement."""
+    trust: float = 0.0
+    """How much that counts, from 0 to 1, beside what all have measured."""
     step_s: float = 0.0
     fetch_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Seconds in which it fetches blocks, by the address of who has them: for all of a prompt, and for each."""
@@ -161,7 +172,12 @@ class Router:
         self._resting: dict[str, _Replica] = {}
         """Replicas that take no requests now, and may again: they end what they have, and their entries are kept."""
         self._requests: dict[str, _Request] = {}
+        self._usual_token_s = UNMEASURED_TOKEN_S
         self._usual_fetch_s = self._usual_disk_s = (0.0, 0.0)
+        self._prompt_tokens = 0
+        """Tokens of prompts that are yet to compute, of all requests."""
+        self._usual_prompt_tokens = 0.0
+        """Of a request, in the mean."""
         self._sessions: OrderedDict[object, str] = OrderedDict()
         self._expected = FIRST_ANSWER_TOKENS
         self._num_routed = 0
@@ -207,6 +223,7 @@ class Router:
             self._drop(request_id)
         del self._replicas[name]
         self._assign()
+        self._price_tokens()
         self._price_fetches()
         self.directory.forget(replica.number)
         return left
@@ -224,12 +241,18 @@ class Router:
         step_s: float,
         fetch_s: Mapping[str, tuple[float, float]] | None = None,
         disk_s: tuple[float, float] | None = None,
+        tokens: float = math.inf,
     ) -> None:
         """Notes the measured seconds of a prompt's token and of a step that only generates, 0 if not known; of fetching
         blocks, by the address of who has them, for all, infinite where it cannot be reached, and for each; and of
-        loading blocks from disk, for all and for each, None if not known."""
+        loading blocks from disk, for all and for each, None if not known.
+
+        tokens: of prompts, over which those of a token were measured.
+        """
         replica = self._known(name)
         replica.token_s, replica.step_s = token_s, step_s
+        replica.trust = 1 / (1 + TRUSTED_TOKENS / tokens) if token_s and tokens else 0.0
+        self._price_tokens()
         if (fetch_s := fetch_s or {}) != replica.fetch_s or disk_s != replica.disk_s:
             replica.fetch_s, replica.disk_s = fetch_s, disk_s
             replica.mean_fetch_s = self._mean_fetch_s(replica)
@@ -237,7 +260,7 @@ class Router:
 
     def work_s(self, name: str) -> float:
         """Returns the seconds of work that a replica has left."""
-        return self._work_s(self._known(name), self._known_token_s())
+        return self._work_s(self._known(name))
 
     # Requests
 
@@ -287,10 +310,10 @@ class Router:
         else:
             chosen = self._least(asked, works)
         own = found.get(chosen.number, NOTHING)
-        token_s = chosen.token_s or self._known_token_s()
         holder = self._holder_for(chosen, own, holders)
-        self._begin(request_id, chosen, asked, round(self._left_s(chosen, asked, own, holder) / token_s))
-        route = Route(chosen.name, own.tokens, works[chosen.name])
+        left_s = self._left_s(chosen, asked, own, holder)
+        route = Route(chosen.name, own.tokens, self._work_s(chosen) + left_s)
+        self._begin(request_id, chosen, asked, round(left_s / self._token_s(chosen)))
         return route if holder is None else route._replace(holder=holder.replica.name, held_blocks=holder.blocks)
 
     def note_tokens(self, request_id: str, count: int) -> None:
@@ -328,7 +351,7 @@ class Router:
         for number, (blocks, loads) in self._reach(asked, bits).items():
             replica, tokens = self._numbered(number), min(blocks * size, most)
             load_s = self._load_s(replica, loads)
-            computed_s = (tokens - found.get(number, NOTHING).tokens) * (replica.token_s or self._known_token_s())
+            computed_s = (tokens - found.get(number, NOTHING).tokens) * self._token_s(replica)
             if load_s < computed_s:
                 found[number] = _Found(tokens, load_s)
         return found
@@ -361,7 +384,7 @@ class Router:
     def _left_s(self, replica: _Replica, asked: Asked, found: _Found, holder: _Holder | None) -> float:
         """Returns the seconds in which a replica loads what it has of a prompt on disk, and computes what it lacks, or
         fetches blocks and computes the rest, whichever takes less."""
-        token_s = replica.token_s or self._known_token_s()
+        token_s = self._token_s(replica)
         computed_s = (asked.num_tokens - found.tokens) * token_s
         if holder is None:
             return found.load_s + computed_s
@@ -413,12 +436,14 @@ class Router:
     def _works_with(
         self, asked: Asked, found: dict[int, _Found], holders: list[_Holder], among: Sequence[str]
     ) -> dict[str, float]:
-        """Returns the seconds of work that each of some replicas would have left with a request."""
-        known, works = self._known_token_s(), {}
+        """Returns the seconds of work that each of some replicas would have left with a request, where those for the
+        request count for whom they hold up too."""
+        works, prompts = {}, self._prompt_tokens / max(1.0, self._usual_prompt_tokens)
+        counts = 1 + HOLDS_UP * prompts / len(self._replicas)
         for name, replica in ((name, self._replicas[name]) for name in among):
             own = found.get(replica.number, NOTHING)
             left_s = self._left_s(replica, asked, own, self._holder_for(replica, own, holders))
-            works[name] = self._work_s(replica, known) + left_s
+            works[name] = self._work_s(replica) + counts * left_s
         return works
 
     def _numbered(self, number: int) -> _Replica:
@@ -445,6 +470,9 @@ class Router:
         claimed = self.directory.claim(replica.number, asked.digests)
         request = _Request(replica, claimed, prompt_tokens, asked.most_tokens, 0.0)
         self._requests[request_id] = replica.requests[request_id] = request
+        self._prompt_tokens += prompt_tokens
+        usual = self._usual_prompt_tokens or prompt_tokens
+        self._usual_prompt_tokens = usual + FADING * (prompt_tokens - usual)
         replica.prompt_tokens += request.prompt_tokens
         self._expect(request, min(self._expected, asked.most_tokens))
         replica.last_chosen = self._num_routed
@@ -465,6 +493,7 @@ class Router:
 
     def _settle_prompt(self, request: _Request) -> None:
         """Notes that a request's prompt has been computed, or never will be."""
+        self._prompt_tokens -= request.prompt_tokens
         request.replica.prompt_tokens -= request.prompt_tokens
         request.prompt_tokens = 0
         if request.claimed:
@@ -476,17 +505,22 @@ class Router:
         request.replica.answer_tokens += answer_tokens - request.answer_tokens
         request.answer_tokens = answer_tokens
 
-    def _known_token_s(self) -> float:
-        """Returns the mean of what replicas have measured, for those that have not yet."""
-        measured = [replica.token_s for replica in self._replicas.values() if replica.token_s]
-        return sum(measured) / len(measured) if measured else UNMEASURED_TOKEN_S
+    def _price_tokens(self) -> None:
+        """Takes the mean of what replicas have measured of a token, each as far as it is trusted."""
+        trust = sum(each.trust for each in self._everybody())
+        if trust:
+            self._usual_token_s = sum(each.trust * each.token_s for each in self._everybody()) / trust
 
-    def _work_s(self, replica: _Replica, known_token_s: float) -> float:
+    def _token_s(self, replica: _Replica) -> float:
+        """Returns the seconds that a prompt's token is taken to need at a replica."""
+        return self._usual_token_s + replica.trust * (replica.token_s - self._usual_token_s)
+
+    def _work_s(self, replica: _Replica) -> float:
         """Returns the seconds of a replica's work: its tokens, and the wait for a row where all are taken.
 
         A row comes free each time that one of `rows` answers, which take a step for each token, ends.
         """
-        tokens_s = (replica.prompt_tokens + replica.answer_tokens) * (replica.token_s or known_token_s)
+        tokens_s = (replica.prompt_tokens + replica.answer_tokens) * self._token_s(replica)
         behind = len(replica.requests) + 1 - replica.rows
         return tokens_s + (behind * self._expected * replica.step_s / replica.rows if behind > 0 else 0.0)
 

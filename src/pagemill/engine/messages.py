@@ -247,7 +247,9 @@ class Held(msgspec.Struct, tag=True, omit_defaults=True):
     """Names of `DIGEST_BYTES` each, joined: of blocks that are in memory now, and of those that are on disk."""
     removed: bytes = b""
     token_s: float = 0.0
-    """Seconds that a token of a prompt takes beside others, measured; 0: not known yet."""
+    """Seconds that a token of a prompt takes beside others, in the mean; 0: not known yet."""
+    tokens: int = 0
+    """Tokens of prompts over which that was measured, of late."""
     step_s: float = 0.0
     """Seconds that a step takes in which nothing but answers is computed; 0: not known yet."""
     fetch_s: dict[str, tuple[float, float]] = {}

@@ -46,7 +46,8 @@ class Publisher:
         held = Held(
             stored=b"".join(stored),
             removed=b"".join(removed),
-            token_s=self._pacer.token_s if self._pacer.tells else 0.0,
+            token_s=self._pacer.mean_token_s,
+            tokens=self._pacer.told_tokens,
             step_s=self._pacer.plain_s,
             fetch_s={} if self._tiers is None else self._tiers.fetch_times(),
             disk_s=None if self._tiers is None else self._tiers.disk_time(),
@@ -95,7 +96,7 @@ def _have_moved(now: Held, told: Held) -> bool:
     """Returns whether any time is another than was told."""
     if now.fetch_s.keys() != told.fetch_s.keys():
         return True
-    times = [(now.token_s, told.token_s), (now.step_s, told.step_s)]
+    times = [(now.token_s, told.token_s), (now.tokens, told.tokens), (now.step_s, told.step_s)]
     times += [pair for peer, line in now.fetch_s.items() for pair in zip(line, told.fetch_s[peer], strict=True)]
     if (now.disk_s is None) != (told.disk_s is None):
         return True

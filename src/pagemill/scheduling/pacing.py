@@ -18,6 +18,8 @@ TELLING_TOKENS = 64
 """A step in which nothing generates tells what a token of a prompt takes if it has so many."""
 FADING = 0.25
 """What the last step counts in what is known, beside all before it."""
+REMEMBERED_TOKENS = 4_000_000
+"""Of the tokens of prompts that have told, the mean counts about so many, the last ones most."""
 OUTLIER = 2.0
 """A step counts as at most so many times what was expected, and as at least the reciprocal."""
 
@@ -39,6 +41,8 @@ class Pacer:
         """Seconds of the last steps without prompts, and of one more token; 0 while they are not known."""
         self.tells = False
         """Says whether a step had enough tokens of prompts to tell what one takes: a few take what any step does."""
+        self.told_s, self.told_tokens = 0.0, 0
+        """Seconds and tokens of the prompts of all steps that told, of late."""
         self._plain_rows = 0
         self._mixed = PROBE_AFTER
 
@@ -50,11 +54,11 @@ class Pacer:
             self._plain_rows, self._mixed = generating, 0
         elif not generating:
             if prompt_tokens >= TELLING_TOKENS:
-                self._note_token(seconds / prompt_tokens)
+                self._note_prompts(seconds, prompt_tokens)
             elif not self.token_s:
                 self.token_s = seconds / prompt_tokens
         elif self.plain_s and self.token_s and prompt_tokens >= self._least:
-            self._note_token(max(0.0, seconds - self._plain(generating)) / prompt_tokens)
+            self._note_prompts(max(0.0, seconds - self._plain(generating)), prompt_tokens)
 
     def prompt_tokens(self, generating: int, batch: int) -> int:
         """Returns how many tokens of prompts the next step takes.
@@ -72,10 +76,18 @@ class Pacer:
         tokens = (STRETCH - 1) * plain_s / self.token_s + STRETCH * more
         return int(min(max(tokens, self._least), self._most))
 
-    def _note_token(self, seconds: float) -> None:
-        """Takes in what a token took in a step that tells; the first of these takes the place of a guess."""
-        self.token_s = _blend(self.token_s if self.tells else 0.0, seconds)
+    @property
+    def mean_token_s(self) -> float:
+        """Returns the seconds of a prompt's token in the mean of all steps that told, of late; 0 if none has."""
+        return self.told_s / self.told_tokens if self.told_tokens else 0.0
+
+    def _note_prompts(self, seconds: float, tokens: int) -> None:
+        """Takes in what tokens of prompts took in a step that tells; the first takes the place of a guess."""
+        self.token_s = _blend(self.token_s if self.tells else 0.0, seconds / tokens)
         self.tells = True
+        self.told_s, self.told_tokens = self.told_s + seconds, self.told_tokens + tokens
+        if self.told_tokens > REMEMBERED_TOKENS:
+            self.told_s, self.told_tokens = self.told_s / 2, self.told_tokens // 2
 
     def _plain(self, generating: int) -> float:
         """Returns the seconds of a step in which so many tokens generate, and no prompt runs."""
