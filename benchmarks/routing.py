@@ -1,8 +1,10 @@
 """Compares ways to choose a replica among hundreds of modelled ones: what is found in caches, and first tokens' times.
 
+    python -m benchmarks.routing [--workload agents] [--rate 400] [--seconds 30] [--replicas 200]
     python -m benchmarks.routing --trace conversation_trace.jsonl --replicas 200 --speed-up 60
 
-The `Router` that serves runs here too, on a public trace whose hashes say which prefixes are equal. A replica is a
+The `Router` that serves runs here too, on generated requests or a public trace, whose hashes say which prefixes are
+equal. A replica is a
 model: it computes one prompt after another, at the seconds per token that the roofline of a device gives, generates
 beside that in steps of a full batch, and keeps blocks of 512 tokens in a pool, the least recently used going first.
 What it holds reaches the router when a prompt has been computed. Everything here is modelled, nothing is measured.
@@ -19,8 +21,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+from benchmarks.replay.setup import above_zero
+from benchmarks.replay.workload import add_workload_argument
 
 from pagemill.distributed.routing import Asked, Router
+from pagemill.planner.workload import workload_named
 from pagemill.simulate.roofline import Roofline, read_device, read_shape
 from pagemill.simulate.step_time import StepWork
 from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest, read_trace
@@ -124,9 +129,12 @@ def run(trace: list[TracedRequest], policy: str, replicas: int, token_s: float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="Mooncake's JSON lines")
+    parser.add_argument("--trace", type=Path, help="Mooncake's JSON lines; else the --workload")
+    add_workload_argument(parser, "agents")
+    parser.add_argument("--rate", type=above_zero, default=400.0, help="the workload's requests per second")
+    parser.add_argument("--seconds", type=above_zero, default=30.0, help="how long the workload's requests come")
+    parser.add_argument("--speed-up", type=above_zero, default=60.0, help="times as fast as in the trace")
     parser.add_argument("--replicas", type=int, default=200)
-    parser.add_argument("--speed-up", type=float, default=60.0, help="how many times as fast requests come")
     parser.add_argument("--device", default="h100")
     parser.add_argument("--shape", default="llama-3-8b")
     given = parser.parse_args()
@@ -136,7 +144,10 @@ def main() -> None:
     seen = layers * BATCH * CHUNK
     step_s = model.seconds(StepWork(BATCH, BATCH, BATCH, seen, seen))
     blocks = model.kv_bytes // model.shape.frame_bytes(MOONCAKE_BLOCK)
-    trace = [replace(each, arrival_s=each.arrival_s / given.speed_up) for each in read_trace(given.trace)]
+    if given.trace is None:
+        trace = workload_named(given.workload).requests(given.rate, given.seconds)
+    else:
+        trace = [replace(each, arrival_s=each.arrival_s / given.speed_up) for each in read_trace(given.trace)]
     print(
         f"modelled: {given.replicas} x {model.description}; {1e6 * token_s:.0f} us a prompt's token, "
         f"{1e3 * step_s:.1f} ms a step, {blocks} blocks of {MOONCAKE_BLOCK}; {len(trace)} requests in "
