@@ -133,6 +133,10 @@ class ContiguousMemory:
     def written(self) -> int:
         return sum(table.length for table in self.tables)
 
+    def extent(self, table: BlockTable) -> Extent:
+        """Returns where the slots of a sequence lie that has some."""
+        return self._extents[table]
+
     def residency(self, table: BlockTable) -> Residency:
         return Residency(table.num_held, 0)
 

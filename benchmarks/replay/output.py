@@ -39,6 +39,27 @@ def bars(
     _finish(arguments, name, figure, axes, x_label, y_label)
 
 
+def stacks(
+    arguments: argparse.Namespace,
+    name: str,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    x_label: str,
+    y_label: str,
+) -> None:
+    """Plots a bar for each label, in which the series lie one over the other; those of 3 and more are written in."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    below = [0.0] * len(labels)
+    for label, values in series.items():
+        drawn = axes.bar(range(len(labels)), values, 0.7, below, label=label)
+        axes.bar_label(
+            drawn, [f"{value:.1f}" if value >= 3 else "" for value in values], label_type="center", fontsize=7
+        )
+        below = [low + value for low, value in zip(below, values, strict=True)]
+    axes.set_xticks(range(len(labels)), labels)
+    _finish(arguments, name, figure, axes, x_label, y_label)
+
+
 def lines(
     arguments: argparse.Namespace,
     name: str,
