@@ -1,4 +1,4 @@
-"""No command of the replays needs a download: without a trace, each serves a generated workload."""
+"""No command of the replays needs a download: without a trace, each serves a generated workload. Two do so here."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def test_eviction_tries_sizes_up_to_what_the_workload_fills(tmp_path):
     assert sizes_up_to(170_899) == [2**power for power in range(10, 19)], "Mooncake's conversations"
     with pytest.raises(TraceError, match="sharegpt names no prefixes"):
         command.main(typed("eviction", "--workload", "sharegpt", "--out", tmp_path))
+
+
+def test_paging_gains_most_where_requests_are_short_beside_the_context(tmp_path):
+    command = import_module("benchmarks.replay.gains")
+    command.main(typed("gains", "--requests", 20, "--scales", "0.25,1", "--out", tmp_path))
+    short, long = (row["gain"] for row in json.loads((tmp_path / "gains-sharegpt.json").read_text())["rows"])
+    for gain in (short, long):
+        assert gain["whole batches"] > gain["maximum"] > gain["power of two"] >= gain["exact"] > 1
+    assert short["maximum"] > long["maximum"] > 1.2
+    assert (tmp_path / "gains-sharegpt.png").stat().st_size > 5000
