@@ -48,6 +48,7 @@ from pagemill.simulate.trace import TracedRequest
 
 PAGED = "paged"
 BATCHES = "whole batches"
+LOWEST_RATE = 0.02
 BEYOND = (1.5, 3.0)
 PUBLISHED_RUNNING = {
     ("opt-13b", "sharegpt"): (2.0, {"maximum": 7.00, "power of two": 9.81, "exact": 13.62, PAGED: 30.42}),
@@ -143,7 +144,7 @@ def sweep(
         )
         return bool(row["held"])
 
-    sustained = find_capacity(holds, arguments.first_rate)
+    sustained = find_capacity(holds, arguments.first_rate, LOWEST_RATE)
     for factor in BEYOND:
         holds(factor * (sustained or arguments.first_rate))
     return rows

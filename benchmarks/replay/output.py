@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.ticker import LogFormatter
 
 
 def write_table(
@@ -104,6 +105,7 @@ def panels(
         if logarithmic:
             one.set_yscale("log")
             one.yaxis.set_major_formatter("{x:g}")
+            one.yaxis.set_minor_formatter(LogFormatter())
         else:
             one.set_ylim(*limits.get(y_label, (0.0, None)))
         one.grid(alpha=0.3)
