@@ -1,11 +1,11 @@
 """Compares ways to choose a replica among hundreds of modelled ones: what is found in caches, and first tokens' times.
 
-    python -m benchmarks.routing conversation_trace.jsonl [--replicas 200] [--seconds 600] [--rate 60]
-        [--ways least-work,round-robin]
+    python -m benchmarks.routing [conversation_trace.jsonl] [--replicas 200] [--seconds 600] [--rate 60]
+        [--ways least-work,round-robin] [--workload agents]
 
 Router, scheduler and memory are those that serve: prompts come in chunks that leave the gaps of answers even, admission
 foresees, blocks are evicted. Step times are a roofline's, and messages take no time. Which prefixes are equal says the
-public trace, by hashes of 512 tokens; so large are the blocks here too. No blocks travel between replicas. Ray Serve
+public trace, by hashes of 512 tokens; so large are the blocks here too. Without a trace, the workload's requests come. No blocks travel between replicas. Ray Serve
 LLM's prefix affinity ("affinity") is its own class; it needs `pagemill[ray]`, and is left out without.
 """
 
@@ -87,7 +87,7 @@ def spread(fleet: ModelledFleet, trace: Sequence[TracedRequest]) -> dict[str, li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_trace_arguments(parser, seconds=600.0, rate=60.0)
+    add_trace_arguments(parser, seconds=30.0, rate=60.0, workload="agents", whole=True)
     add_engine_arguments(parser, calibrated=False)
     add_device_arguments(parser, device="h100", shape="llama-3-8b")
     parser.set_defaults(max_num_batched_tokens=2048, kv_compaction="off")

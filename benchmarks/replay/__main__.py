@@ -14,6 +14,7 @@ COMMANDS = {
     "capacity": "requests per second within limits on latency",
     "load": "throughput against load, contiguous and paged, until each saturates; modelled",
     "lengths": "paged and contiguous memory over the spread of lengths; modelled",
+    "gains": "when paged memory has 2, 4 and 24 times the throughput; modelled",
     "context": "sequences and tokens per second over the length of the context; modelled",
     "sharing": "KV blocks that samples and beams share; modelled",
     "links": "blocks that travel between replicas, and prompts computed apart, beside chunked prefill; modelled",

@@ -1,29 +1,40 @@
-"""Compares paged and contiguous KV memory of equal size under the same scheduler, over a replayed trace.
+"""Compares paged and contiguous KV memory of equal size under the same scheduler, and says where each one's bytes go.
 
-    python -m benchmarks.replay allocators TRACE [--kv-mib 1024] [--seconds 120] [--rate 1]
+    python -m benchmarks.replay allocators [TRACE] [--kv-mib 1024] [--seconds 120] [--rate 1]
+        [--workload sharegpt --device a100-40 --shape opt-13b]
 
-The contiguous ones reserve when a request enters: the longest request of the whole trace (maximum), prompt plus the
-output rounded up to a power of two, or exactly what it will become (exact, which needs to know the future). Their runs
-of slots lie first fit, or by the buddy system, which rounds the whole run up to a power of two. They are spared padding
-and prefix look-ups. More requests should arrive than can be served, so that memory decides how many run.
+Without a TRACE, the workload's requests come, `--rate` a second.
+
+The contiguous ones reserve when a request enters: the longest request of the whole trace or the workload's context
+(maximum), prompt plus the output rounded up to a power of two, or exactly what it will become (exact, which needs to
+know the future). Their runs of slots lie first fit, or by the buddy system, which rounds the whole run up to a power of
+two. They are spared padding and prefix look-ups. More requests should arrive than can be served, so that memory decides
+how many run.
+
+Each byte of the pool is in one of five parts, weighted by the time of the steps: "tokens", "ahead" (reserved for tokens
+that are still to come), "internal" (reserved and never filled), "external" (free while a request waits for memory; in
+paged memory what admission leaves for running sequences to grow) and "idle" (free while none waits).
+
+Published: 20.4, 26.8 and 38.2 % of the memory hold tokens with Orca that reserves the maximum, the power of two and the
+exact length, and 96.3 % with vLLM (Kwon et al., SOSP 2023, figure 2).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS, ContiguousMemory, root_of
-from benchmarks.replay.output import bars, write_table
-from benchmarks.replay.setup import add_replay_arguments, begin, chosen_setup
+from benchmarks.replay.output import bars, stacks, write_table
+from benchmarks.replay.pool_meter import PoolMeter, contiguous_meter, paged_meter
+from benchmarks.replay.setup import add_replay_arguments, begin, chosen_setup, longest_possible
 
 from pagemill.planner.replica import Setup, latencies
-from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import Replay, replay
 from pagemill.simulate.step_time import StepModel
-from pagemill.simulate.trace import TracedRequest, read_trace
+from pagemill.simulate.trace import TracedRequest
 
 CONTIGUOUS = (
     ("maximum", "first fit"),
@@ -38,34 +49,19 @@ CONTIGUOUS = (
 class Row:
     """Holds the result of a replay.
 
-    reserved, written: share of the pool's bytes, over time, held by sequences, and with a committed token.
+    parts: where the pool's bytes were, over time: each part's share of them, by its name (`pool_meter.Parts`).
     """
 
     allocator: str
     most_running: int
     mean_running: float
     output_tokens_per_s: float
-    reserved: float
-    written: float
+    parts: dict[str, float]
     refused: int
     preempted: int
     ttft_median_s: float
     tpot_median_s: float
     replayed_s: float
-
-
-class PoolMeter:
-    """Integrates bytes over time; an observer. usage: bytes (held by sequences, with a token) now."""
-
-    def __init__(self, usage: Callable[[], tuple[float, float]]) -> None:
-        self._usage = usage
-        self.seconds = self.reserved = self.written = 0.0
-
-    def __call__(self, plan: StepPlan, seconds: float) -> None:
-        reserved, written = self._usage()
-        self.seconds += seconds
-        self.reserved += seconds * reserved
-        self.written += seconds * written
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,26 +70,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     (step_times, trace), setup = begin(arguments), chosen_setup(arguments)
-    longest = max(request.length for request in read_trace(arguments.trace))
+    longest = longest_possible(arguments)
     rows = [paged(trace, setup, step_times)]
     rows += [contiguous(trace, longest, setup, step_times, *kind) for kind in CONTIGUOUS]
     print(
-        "\n| memory | most running | mean | output tokens/s | of paged | reserved | with tokens | refused | "
-        "preempted | TTFT median | TPOT median | replayed in |"
+        "\n| memory | most running | mean | output tokens/s | of paged | tokens | ahead | internal | external | "
+        "idle | refused | preempted | TTFT median | TPOT median | replayed in |"
     )
-    print("| --- |" + " ---: |" * 11)
+    print("| --- |" + " ---: |" * 14)
     for row in rows:
         print(
             f"| {row.allocator} | {row.most_running} | {row.mean_running:.1f} | {row.output_tokens_per_s:.1f} | "
-            f"{row.output_tokens_per_s / rows[0].output_tokens_per_s:.2f} | {row.reserved:.1%} | {row.written:.1%} | "
+            f"{row.output_tokens_per_s / rows[0].output_tokens_per_s:.2f} | "
+            f"{' | '.join(f'{share:.1%}' for share in row.parts.values())} | "
             f"{row.refused} | {row.preempted} | {row.ttft_median_s:.0f} s | {1e3 * row.tpot_median_s:.0f} ms | "
             f"{row.replayed_s:.0f} s |"
         )
     write_table(arguments, "allocators", step_times.about, [asdict(row) for row in rows])
+    labels = [row.allocator.replace(", ", ",\n") for row in rows]
+    stacks(
+        arguments,
+        "memory",
+        labels,
+        {part: [100 * row.parts[part] for row in rows] for part in rows[0].parts},
+        "memory",
+        "share of the pool, %",
+    )
     bars(
         arguments,
         "allocators",
-        [row.allocator.replace(", ", ",\n") for row in rows],
+        labels,
         {
             "mean running": [row.mean_running for row in rows],
             "output tokens/s": [row.output_tokens_per_s for row in rows],
@@ -104,18 +110,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def paged(trace: Sequence[TracedRequest], setup: Setup, step_times: StepModel) -> Row:
-    memory, shape = setup.memory(step_times), step_times.shape
-    slot_bytes = shape.frame_bytes(setup.block_size) / setup.block_size
-
-    def usage() -> tuple[float, float]:
-        found = memory.occupancy()
-        return found.slots_reserved * slot_bytes, found.slots_written * shape.slot_bytes
-
-    meter = PoolMeter(usage)
+    memory = setup.memory(step_times)
+    scheduler = setup.scheduler(memory)
+    meter = paged_meter(scheduler, memory, step_times.shape, setup.kv_bytes)
     begin = time.perf_counter()
-    outcome = replay(trace, setup.scheduler(memory), step_times, [meter])
+    outcome = replay(trace, scheduler, step_times, [meter])
     name = f"paged, blocks of {setup.block_size}"
-    return _row(name, outcome, meter, setup, time.perf_counter() - begin, len(trace))
+    return _row(name, outcome, meter, time.perf_counter() - begin, len(trace))
 
 
 def contiguous(
@@ -131,23 +132,22 @@ def contiguous(
     slots = int(setup.kv_bytes / slot_bytes)
     lie = PLACEMENTS[placement](slots)
     memory = ContiguousMemory(slots, lie, wanted.__getitem__)
-    meter = PoolMeter(lambda: (memory.reserved * slot_bytes, memory.written * slot_bytes))
+    scheduler = setup.scheduler(memory, caching=False)
+    meter = contiguous_meter(scheduler, memory, slot_bytes, setup.kv_bytes)
     fitting = [request for request in trace if lie.fits_when_empty(wanted[root_of(request)])]
     begin = time.perf_counter()
-    outcome = replay(fitting, setup.scheduler(memory, caching=False), step_times, [meter], root=root_of)
-    return _row(f"{reservation}, {placement}", outcome, meter, setup, time.perf_counter() - begin, len(trace))
+    outcome = replay(fitting, scheduler, step_times, [meter], root=root_of)
+    return _row(f"{reservation}, {placement}", outcome, meter, time.perf_counter() - begin, len(trace))
 
 
-def _row(name: str, outcome: Replay, meter: PoolMeter, setup: Setup, replayed_s: float, num_requests: int) -> Row:
+def _row(name: str, outcome: Replay, meter: PoolMeter, replayed_s: float, num_requests: int) -> Row:
     found = latencies(outcome.served)
-    seconds = meter.seconds or 1.0
     return Row(
         allocator=name,
         most_running=outcome.most_running,
         mean_running=outcome.mean_running,
         output_tokens_per_s=outcome.output_tokens_per_s,
-        reserved=meter.reserved / seconds / setup.kv_bytes,
-        written=meter.written / seconds / setup.kv_bytes,
+        parts=meter.parts.shares(),
         refused=num_requests - len(outcome.finished),
         preempted=sum(one.starts > 1 for one in outcome.served),
         ttft_median_s=found["ttft_median_s"],

@@ -28,7 +28,6 @@ from benchmarks.replay.setup import (
     chosen_setup,
     chosen_trace,
 )
-from benchmarks.replay.workload import add_workload_argument
 
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.real_engine import CLOCKS, LOOK_S
@@ -43,8 +42,7 @@ GOALS = {"output tokens/s": 0.05, "TTFT median": 0.05, "TPOT median": 0.05, "TTF
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_trace_arguments(parser, seconds=60.0, rate=1.0, optional=True)
-    add_workload_argument(parser, "alpaca")
+    add_trace_arguments(parser, seconds=60.0, rate=1.0, workload="alpaca")
     parser.add_argument("--seed", type=int, default=0, help="of the workload's requests")
     parser.add_argument("--repeats", type=int, default=3, help="how often the real engine serves them")
     parser.add_argument("--model", default="smollm2-135m")

@@ -133,6 +133,10 @@ class ContiguousMemory:
     def written(self) -> int:
         return sum(table.length for table in self.tables)
 
+    def extent(self, table: BlockTable) -> Extent:
+        """Returns where the slots of a sequence lie that has some."""
+        return self._extents[table]
+
     def residency(self, table: BlockTable) -> Residency:
         return Residency(table.num_held, 0)
 
@@ -174,6 +178,33 @@ class ContiguousMemory:
 
     def retire(self, step: int) -> None:
         pass
+
+
+class WholeBatches(ContiguousMemory):
+    """Lets sequences in by whole batches, as engines had before continuous batching: none enters from the first step of
+    a batch on until its longest answer has ended, and only then does anyone's memory come back.
+
+    All that a batch is to hold must enter in one step.
+    """
+
+    def __init__(self, slots: int, placement: Placement, reserve_for: Callable[[bytes], int]) -> None:
+        super().__init__(slots, placement, reserve_for)
+        self.ends: dict[bytes, float] = {}
+        """By root of the request: when its batch ended, and all answers of the batch were given back."""
+
+    def reserve(self, table: BlockTable, up_to: int) -> Shortage | None:
+        if table not in self._extents and any(other.length for other in self._extents):
+            return Shortage(1, 0)
+        return super().reserve(table, up_to)
+
+    def close(self, table: BlockTable, now: float) -> None:
+        self.tables.remove(table)
+        if table not in self._extents or not self.tables.isdisjoint(self._extents):
+            return
+        for other, extent in self._extents.items():
+            self._placement.give(extent)
+            self.ends[other.root] = now
+        self._extents.clear()
 
 
 def root_of(request: TracedRequest) -> bytes:

@@ -1,7 +1,9 @@
-"""Holds the controller against fixed settings, over a replayed trace.
+"""Holds the controller against fixed settings.
 
-    python -m benchmarks.replay control TRACE [--target-tpot-ms 150] [--seconds 200] [--rate 0.1]
-        [--tokens 32,64,128,256,512] [--seqs 16,64,256]
+    python -m benchmarks.replay control [TRACE] [--target-tpot-ms 150] [--seconds 200] [--rate 0.1]
+        [--tokens 32,64,128,256,512] [--seqs 16,64,256] [--workload documents]
+
+Without a TRACE, the workload's requests come, `--rate` a second.
 
 Goodput: output tokens per second of requests that ended within the time replayed, and whose time per output token was
 at most the target. "bursts" is the share of gaps between tokens, preemptions aside, that were longer than the target.
@@ -14,9 +16,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from benchmarks.replay.output import bars, write_table
-from benchmarks.replay.setup import add_replay_arguments, begin, chosen_setup
+from benchmarks.replay.setup import add_replay_arguments, begin, chosen_setup, source_name
 
 from pagemill.errors import ConfigError, TraceError
 from pagemill.planner.replica import Setup, latencies
@@ -43,7 +46,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_replay_arguments(parser, seconds=200, rate=0.1)
+    add_replay_arguments(parser, seconds=200, rate=0.1, workload="documents")
     parser.add_argument("--target-tpot-ms", type=float, default=150.0)
     parser.add_argument("--tokens", default="32,64,128,256,512", help="max_num_batched_tokens of the fixed settings")
     parser.add_argument("--seqs", default="16,64,256", help="max_num_seqs of the fixed settings")
@@ -69,7 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
     best = max(rows[1:], key=lambda row: row.goodput)
     ratio = f"{rows[0].goodput / best.goodput:.2f}" if best.goodput else "–"
     print(f"\ncontroller / best fixed setting ({best.setting}): {ratio}")
-    name = f"control-{arguments.trace.stem}"
+    name = f"control-{Path(source_name(arguments)).stem}"
     write_table(arguments, name, step_times.about, [asdict(row) for row in rows])
     bars(
         arguments,

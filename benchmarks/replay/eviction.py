@@ -1,6 +1,9 @@
 """Measures how much of the prompts each eviction policy finds again, by the cache's size, beside the best possible.
 
-    python -m benchmarks.replay eviction TRACE.jsonl [--blocks 2048,4096,…]
+    python -m benchmarks.replay eviction [TRACE.jsonl] [--blocks 2048,4096,…] [--workload agents] [--rate 1]
+
+Without a TRACE, the workload's requests come, `--rate` a second. By default sizes are nine powers of two, the largest
+of which holds all blocks that prompts name; but for those in which the longest request would not fit.
 
 The real memory manager, at the trace's own grain: a block of 512 tokens is one token of its chain, so that only the
 bookkeeping runs. Requests come in the order of the trace, one after the other; each finds what it can, holds blocks for
@@ -17,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.replay.best_eviction import Visit, best_hits
 from benchmarks.replay.output import lines, write_table
-from benchmarks.replay.setup import CALIBRATION, add_output_argument, add_trace_arguments, chosen_trace
+from benchmarks.replay.setup import CALIBRATION, add_output_argument, add_trace_arguments, chosen_trace, source_name
 
 from pagemill.errors import TraceError
 from pagemill.memory.digest import extend_chain
@@ -32,17 +35,20 @@ ANSWER_BLOCKS = 1 << 31
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_trace_arguments(parser, seconds=float("inf"), rate=1.0)
+    add_trace_arguments(parser, seconds=3600.0, rate=1.0, workload="agents", whole=True)
     add_output_argument(parser)
     parser.set_defaults(device=None)
-    parser.add_argument("--blocks", default="1024,2048,4096,8192,16384,32768,65536,131072,262144", help="cache sizes")
+    parser.add_argument("--blocks", help="cache sizes, by commas")
     parser.add_argument("--policies", default=",".join(POLICIES))
 
 
 def main(arguments: argparse.Namespace) -> None:
     trace = chosen_trace(arguments)
     if not trace[0].hash_ids:
-        raise TraceError(f"{arguments.trace} names no prefixes; eviction needs a trace with hash_ids, as Mooncake's")
+        raise TraceError(
+            f"{source_name(arguments)} names no prefixes; eviction needs a trace with hash_ids, as Mooncake's, or a "
+            "workload with prefixes or turns"
+        )
     step_times = StepTimes.load(CALIBRATION)
     # What attending to a block adds to the cost of computing one, by the calibration.
     layers = len(step_times.shape.windows)
@@ -52,10 +58,15 @@ def main(arguments: argparse.Namespace) -> None:
     visits = [visit_of(request) for request in trace]
     tokens = [request.prompt_len for request in trace]
     work = [work_of(count / MOONCAKE_BLOCK, attention_share) for count in tokens]
-    sizes = [int(size) for size in arguments.blocks.split(",")]
+    distinct = len({block for visit in visits for block in visit.chain})
+    if arguments.blocks is None:
+        longest = max(visit.num_held for visit in visits)
+        sizes = [size for size in sizes_up_to(max(distinct, longest)) if size >= longest]
+    else:
+        sizes = [int(size) for size in arguments.blocks.split(",")]
     print(
-        f"{arguments.trace.name}: {len(trace)} requests, {sum(tokens)} prompt tokens, "
-        f"{len({block for visit in visits for block in visit.chain})} distinct whole blocks of {MOONCAKE_BLOCK}; "
+        f"{source_name(arguments)}: {len(trace)} requests, {sum(tokens)} prompt tokens, "
+        f"{distinct} distinct whole blocks of {MOONCAKE_BLOCK}; "
         f"a block costs {attention_share:.2f} more for each before it",
         flush=True,
     )
@@ -83,6 +94,12 @@ def main(arguments: argparse.Namespace) -> None:
     write_table(arguments, "eviction", {"attention_share": attention_share}, rows)
     percent = {name: [100 * share for share in shares] for name, shares in found.items()}
     lines(arguments, "eviction", sizes, percent, "cache, blocks of 512 tokens", "prompt tokens found, %")
+
+
+def sizes_up_to(num_blocks: int) -> list[int]:
+    """Returns nine powers of two, the largest of which holds so many blocks."""
+    last = (num_blocks - 1).bit_length()
+    return [1 << power for power in range(max(0, last - 8), last + 1)]
 
 
 def report(title: str, sizes: Sequence[int], shares: Mapping[str, Sequence[float]]) -> None:

@@ -34,7 +34,6 @@ from benchmarks.replay.setup import (
     chosen_trace,
     describe,
 )
-from benchmarks.replay.workload import add_workload_argument
 
 from pagemill.planner.replica import latencies
 from pagemill.simulate.links import Network
@@ -43,8 +42,7 @@ COLUMNS = ("TTFT p50", "p99", "gap p50", "p99", "p99.9", "prompt tokens computed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_trace_arguments(parser, seconds=120.0, rate=2.0, optional=True)
-    add_workload_argument(parser, "documents")
+    add_trace_arguments(parser, seconds=120.0, rate=2.0, workload="documents")
     add_engine_arguments(parser, calibrated=False)
     add_device_arguments(parser, device="h100", shape="llama-3-8b")
     parser.set_defaults(max_num_batched_tokens=2048)

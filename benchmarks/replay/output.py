@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.ticker import LogFormatter
 
 
 def write_table(
@@ -35,6 +36,27 @@ def bars(
     for index, (label, values) in enumerate(series.items()):
         places = [place + (index - (len(series) - 1) / 2) * width for place in range(len(labels))]
         axes.bar_label(axes.bar(places, values, width, label=label), fmt="%.3g", fontsize=7)
+    axes.set_xticks(range(len(labels)), labels)
+    _finish(arguments, name, figure, axes, x_label, y_label)
+
+
+def stacks(
+    arguments: argparse.Namespace,
+    name: str,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    x_label: str,
+    y_label: str,
+) -> None:
+    """Plots a bar for each label, in which the series lie one over the other; those of 3 and more are written in."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    below = [0.0] * len(labels)
+    for label, values in series.items():
+        drawn = axes.bar(range(len(labels)), values, 0.7, below, label=label)
+        axes.bar_label(
+            drawn, [f"{value:.1f}" if value >= 3 else "" for value in values], label_type="center", fontsize=7
+        )
+        below = [low + value for low, value in zip(below, values, strict=True)]
     axes.set_xticks(range(len(labels)), labels)
     _finish(arguments, name, figure, axes, x_label, y_label)
 
@@ -83,6 +105,7 @@ def panels(
         if logarithmic:
             one.set_yscale("log")
             one.yaxis.set_major_formatter("{x:g}")
+            one.yaxis.set_minor_formatter(LogFormatter())
         else:
             one.set_ylim(*limits.get(y_label, (0.0, None)))
         one.grid(alpha=0.3)

@@ -24,13 +24,22 @@ MIB = 1 << 20
 
 
 def add_trace_arguments(
-    parser: argparse.ArgumentParser, *, seconds: float, rate: float, optional: bool = False
+    parser: argparse.ArgumentParser, *, seconds: float, rate: float, workload: str, whole: bool = False
 ) -> None:
-    """Adds a trace and the part of it that is taken. optional: a workload may take its place."""
-    nargs = {"nargs": "?"} if optional else {}
-    parser.add_argument("trace", type=Path, help="Azure's .csv or Mooncake's .jsonl", **nargs)
+    """Adds a trace and the part of it that is taken, and the workload that is served without one.
+
+    whole: whether `seconds` is the workload's alone, and a trace is by default taken to its end.
+    """
+    parser.add_argument("trace", type=Path, nargs="?", help="Azure's .csv or Mooncake's .jsonl; else the --workload")
+    add_workload_argument(parser, workload)
     parser.add_argument("--start", type=float, default=0.0, help="seconds of the trace to skip")
-    parser.add_argument("--seconds", type=above_zero, default=seconds, help="seconds of the trace to replay")
+    parser.add_argument(
+        "--seconds",
+        type=above_zero,
+        default=None if whole else seconds,
+        help=f"how long requests come: by default {f'all of the trace, else {seconds:g}' if whole else f'{seconds:g}'}",
+    )
+    parser.set_defaults(workload_seconds=seconds)
     parser.add_argument("--rate", type=above_zero, default=rate, help="times as fast as in the trace; else requests/s")
 
 
@@ -72,12 +81,10 @@ def add_device_arguments(
 
 
 def add_replay_arguments(
-    parser: argparse.ArgumentParser, *, seconds: float, rate: float, kv_mib: int = 2048, workload: str | None = None
+    parser: argparse.ArgumentParser, *, seconds: float, rate: float, kv_mib: int = 2048, workload: str = "sharegpt"
 ) -> None:
-    """Adds all of the above. workload: what is served without a trace; None: a trace must be given."""
-    add_trace_arguments(parser, seconds=seconds, rate=rate, optional=workload is not None)
-    if workload is not None:
-        add_workload_argument(parser, workload)
+    """Adds all of the above. workload: what is served without a trace."""
+    add_trace_arguments(parser, seconds=seconds, rate=rate, workload=workload)
     add_engine_arguments(parser, kv_mib=kv_mib)
     add_device_arguments(parser)
     add_output_argument(parser)
@@ -111,8 +118,22 @@ def chosen_roofline(arguments: argparse.Namespace) -> Roofline:
 def chosen_trace(arguments: argparse.Namespace) -> list[TracedRequest]:
     """Returns the part of the trace that was asked for, or the workload's requests."""
     if arguments.trace is None:
-        return workload_named(arguments.workload).requests(arguments.rate, arguments.seconds)
-    return slice_of(read_trace(arguments.trace), arguments.start, arguments.seconds, arguments.rate)
+        seconds = arguments.seconds or arguments.workload_seconds
+        return workload_named(arguments.workload).requests(arguments.rate, seconds)
+    seconds = arguments.seconds or math.inf
+    return slice_of(read_trace(arguments.trace), arguments.start, seconds, arguments.rate)
+
+
+def source_name(arguments: argparse.Namespace) -> str:
+    """Returns the name of the trace's file, or else of the workload or its file."""
+    return Path(arguments.workload if arguments.trace is None else arguments.trace).name
+
+
+def longest_possible(arguments: argparse.Namespace) -> int:
+    """Returns the tokens of the longest request that must be expected: the whole trace's, or a workload's context."""
+    if arguments.trace is None:
+        return workload_named(arguments.workload).context
+    return max(request.length for request in read_trace(arguments.trace))
 
 
 def chosen_setup(arguments: argparse.Namespace, block_size: int = 16) -> Setup:
@@ -127,10 +148,9 @@ def chosen_setup(arguments: argparse.Namespace, block_size: int = 16) -> Setup:
 
 def describe(arguments: argparse.Namespace, step_times: StepModel, trace: Sequence[TracedRequest]) -> str:
     prompts, outputs = sum(r.prompt_len for r in trace), sum(r.output_len for r in trace)
-    name = arguments.workload if arguments.trace is None else arguments.trace.name
     pace = f"{arguments.rate:g} times the trace's rate" if arguments.trace else f"{arguments.rate:g} a second"
     return (
-        f"{name}: {len(trace)} requests in {trace[-1].arrival_s:.0f} s "
+        f"{source_name(arguments)}: {len(trace)} requests in {trace[-1].arrival_s:.0f} s "
         f"({pace}), {prompts} prompt and {outputs} output tokens\n"
         f"step times: {step_times.description}; KV pool {arguments.kv_mib} MiB"
     )

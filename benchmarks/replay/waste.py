@@ -45,7 +45,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_replay_arguments(parser, seconds=3600, rate=0.1, workload="sharegpt")
+    add_replay_arguments(parser, seconds=3600, rate=0.1)
     parser.add_argument("--block-sizes", default="8,16,32,64,128,256")
 
 

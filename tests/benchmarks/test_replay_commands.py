@@ -203,17 +203,17 @@ def test_capacity_counts_what_a_timeout_ends(tmp_path):
     assert max(row["rate"] for row in rows if row["held"]) == pytest.approx(found, abs=0.01)
 
 
-def test_paged_memory_sustains_more_load_than_contiguous(tmp_path):
-    printed = replay("load", "--seconds", 8, "--first-rate", 1, "--limit-ms", 60, "--out", tmp_path)
+def test_paged_memory_sustains_more_load_than_contiguous_and_whole_batches_least(tmp_path):
+    printed = replay("load", "--seconds", 6, "--first-rate", 1, "--limit-ms", 60, "--out", tmp_path)
     rows = cells(printed, 8)
-    assert [row[0] for row in rows] == ["maximum", "power of two", "exact", "paged"]
+    assert [row[0] for row in rows] == ["whole batches", "maximum", "power of two", "exact", "paged"]
     rates, most = ([float(row[column]) for row in rows] for column in (1, 4))
     assert rates == sorted(rates)
     assert most == sorted(most)
-    assert rates[0] * 1.5 < rates[3]
-    assert rows[0][3] == "2.7x to 8x"
-    assert [row[7] for row in rows] == ["7.0", "9.8", "13.6", "30.4"]
-    assert float(rows[0][6]) <= 7, "runs of 2,048 tokens"
+    assert rates[0] * 2 < rates[1] < rates[4] / 1.5
+    assert [row[3] for row in rows] == ["up to 22x", "2.7x to 8x", "", "1.7x to 2.7x", ""]
+    assert [row[7] for row in rows] == ["", "7.0", "9.8", "13.6", "30.4"]
+    assert float(rows[1][6]) <= 7, "runs of 2,048 tokens"
     assert (tmp_path / "load-sharegpt.png").stat().st_size > 5000
 
 

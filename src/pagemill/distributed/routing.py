@@ -43,8 +43,8 @@ about as many come while it takes, and wait behind it."""
 HELD_UP = 2.0
 """A second by which a prompt holds up an answer under way counts as so many seconds before a first token."""
 FADING = 0.05
-"""Weight of the last answer's length in the length that is expected, and of the last prompt's; all earlier ones have the
-rest."""
+"""Weight of the last answer's length in the length that is expected, and of the last prompt's in theirs; all earlier
+ones have the rest."""
 
 
 class Asked(NamedTuple):
