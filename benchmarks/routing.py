@@ -5,8 +5,9 @@
 
 Router, scheduler and memory are those that serve: prompts come in chunks that leave the gaps of answers even, admission
 foresees, blocks are evicted. Step times are a roofline's, and messages take no time. Which prefixes are equal says the
-public trace, by hashes of 512 tokens; so large are the blocks here too. Without a trace, the workload's requests come. No blocks travel between replicas. Ray Serve
-LLM's prefix affinity ("affinity") is its own class; it needs `pagemill[ray]`, and is left out without.
+public trace, by hashes of 512 tokens; so large are the blocks here too. Without a trace, the workload's requests come.
+No blocks travel between replicas. Ray Serve LLM's prefix affinity ("affinity") is its own class; it needs
+`pagemill[ray]`, and is left out without.
 """
 
 from __future__ import annotations
