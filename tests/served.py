@@ -26,6 +26,7 @@ class Served:
             "max_model_len": MAX_MODEL_LEN,
             "kv_memory": "128MiB",
             "max_num_seqs": 32,
+            "speculative_config": "off",  # so that tokens come one by one
             **settings,
         }
         self.loop = asyncio.new_event_loop()
