@@ -21,7 +21,8 @@ from benchmarks.fairness import ANSWER, CALM, FOURTH, PROMPT, ROWS, Load, Simula
 from benchmarks.replay.setup import CALIBRATION
 
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
-from pagemill.distributed.routing import Asked, Router
+from pagemill.distributed.route import Asked
+from pagemill.distributed.routing import Router
 from pagemill.engine.messages import EngineRequest
 from pagemill.simulate.step_time import StepModel, StepTimes
 from pagemill.tenant_limits import TenantLimits

@@ -32,7 +32,8 @@ from benchmarks.peers.machine import describe_machine, heading
 
 from pagemill.config import EngineConfig
 from pagemill.distributed import fleet as fleet_module
-from pagemill.distributed.routing import Asked, Route, Router
+from pagemill.distributed.route import Asked, Route
+from pagemill.distributed.routing import Router
 from pagemill.distributed.tenant_shares import TenantShares
 from pagemill.engine.messages import EngineRequest, SequenceOutput
 from pagemill.hub import resolve_model

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from pagemill.distributed.routing import Asked, Router, RoutingPolicy
+from pagemill.distributed.route import Asked
+from pagemill.distributed.routing import Router, RoutingPolicy
 from pagemill.engine.messages import DIGEST_BYTES
 from pagemill.memory.digest import extend_chain
 from pagemill.planner.replica import Setup

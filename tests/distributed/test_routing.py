@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pagemill.distributed import routing
 from pagemill.distributed.block_directory import BlockDirectory
-from pagemill.distributed.routing import Asked, Router
+from pagemill.distributed.route import Asked
+from pagemill.distributed.routing import Router
 
 SIZE = 16
 REPLICAS = 3

@@ -23,7 +23,8 @@ from pagemill.distributed.merging import add_held, merge
 from pagemill.distributed.peers import Peers
 from pagemill.distributed.replica import split_digests
 from pagemill.distributed.replica_link import ReplicaLink, is_refusal
-from pagemill.distributed.routing import Asked, Router, RoutingPolicy
+from pagemill.distributed.route import Asked
+from pagemill.distributed.routing import Router, RoutingPolicy
 from pagemill.engine.messages import (
     AbortRequests,
     EngineReady,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pagemill.distributed.routing import Route
+from pagemill.distributed.route import Route
 from pagemill.engine.messages import EngineReady, EngineRequest, HeldBlocks
 
 if TYPE_CHECKING:

@@ -485,10 +485,8 @@ class Scheduler:
         self.tenants.serve({sequence: kept - 1})  # the first was counted when it was planned
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
-        """Ends a sequence that failed, and returns what to tell.
-
-        In a search, and before its prompt has forked, the whole request ends with it.
-        """
+        """Ends a sequence that failed; in a search, and before its prompt has forked, the whole request. Returns what
+        to tell."""
         if sequence.status is Status.FINISHED:
             return []
         if sequence.group is not None:
@@ -496,8 +494,7 @@ class Scheduler:
                 self.state.finish(beam, now)
             ended = sequence.group.ended()
         else:
-            forks = sequence.child_rows or sequence.forks_after_prompt
-            lost = range(1, sequence.request.params.n) if forks else ()
+            lost = range(1, sequence.request.params.n) if sequence.child_rows or sequence.forks_after_prompt else ()
             self.state.finish(sequence, now)
             ended = [sequence, *(sequence.ended(index) for index in lost)]
         return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]
