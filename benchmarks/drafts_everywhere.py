@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def open_engine(name: str, drafts: dict[str, str] | None) -> EngineCore:
-    settings = {"kv_memory": "3GiB", **ENGINES[name].settings}
-    return EngineCore(EngineConfig(model=str(resolve_model(MODEL)), speculative_config=drafts, **settings))
+    settings = {"kv_memory": "3GiB", **ENGINES[name].settings, "speculative_config": drafts}
+    return EngineCore(EngineConfig(model=str(resolve_model(MODEL)), **settings))
 
 
 def serve(cores: list[EngineCore], workload: Workload, temperature: float) -> list[float]:
