@@ -35,7 +35,7 @@ def command_of(engine: str, port: int) -> list[str]:
     setup = ENGINES[engine]
     flags = ["--port", str(port), "--served-model-name", NAME, "--dtype", str(setup.settings["dtype"])]
     if setup.adapter == "pagemill":
-        return [str(setup.python), "-m", "pagemill", "serve", MODEL, *flags]
+        return [str(setup.python), "-m", "pagemill", "serve", MODEL, *flags, "--speculative-config", "off"]
     if setup.adapter != "vllm":
         raise ValueError(f"{engine!r} has no server here; name engines of pagemill and vLLM")
     eager = ["--enforce-eager"] if setup.settings.get("enforce_eager") else []
