@@ -54,15 +54,13 @@ def _openvino(**properties: Any) -> EngineSetup:
 
 LLAMACPP = {"n_seq_max": 32, "n_batch": 512, "n_ubatch": 512, "n_ctx": 1 << 16}
 
-PLAIN = {"speculative_config": "off"}
-"""No peer drafts tokens by default."""
-SMALL_KV = {"dtype": "float32", "kv_memory": "512MiB", "max_model_len": 2048, "kv_compaction": "off", **PLAIN}
+SMALL_KV = {"dtype": "float32", "kv_memory": "512MiB", "max_model_len": 2048, "kv_compaction": "off"}
 """Half of what the requests of mixed fill together, and five times `max_model_len`."""
 
 ENGINES = {
-    "pagemill": EngineSetup("pagemill", None, "float32", {"dtype": "float32", **PLAIN}),
-    "pagemill-bf16": EngineSetup("pagemill", None, "bfloat16", {"dtype": "bfloat16", **PLAIN}),
-    "pagemill-gguf": EngineSetup("pagemill", None, QUANTIZED, {"dtype": "bfloat16", "quantization": "gguf", **PLAIN}),
+    "pagemill": EngineSetup("pagemill", None, "float32", {"dtype": "float32"}),
+    "pagemill-bf16": EngineSetup("pagemill", None, "bfloat16", {"dtype": "bfloat16"}),
+    "pagemill-gguf": EngineSetup("pagemill", None, QUANTIZED, {"dtype": "bfloat16", "quantization": "gguf"}),
     # What paging itself brings: the same kernels and the same KV memory, paged and reserved for each request.
     "pagemill-512MiB": EngineSetup("pagemill", None, "float32, 512 MiB of KV memory", SMALL_KV),
     "pagemill-contiguous": EngineSetup("pagemill_contiguous", None, "float32, 512 MiB of KV memory", SMALL_KV),

@@ -94,6 +94,7 @@ class Fate:
                 way()
                 self.counts[way.__name__] += 1
         self._write_tenants(True)
+        self._wait_until_guest(True)
         self._set_size(SIZE)
         time.sleep(RELOADED_S)
 
@@ -118,10 +119,7 @@ class Fate:
         self._write_tenants(with_guest := not self._known[-1][1])
         if self._random.random() < 0.5:
             self.server.process.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + PATIENCE_S
-        while self._takes(GUEST) != with_guest:
-            assert time.monotonic() < deadline, "the file of tenants is not read again"
-            time.sleep(0.1)
+        self._wait_until_guest(with_guest)
 
     def resize(self) -> None:
         self._set_size(self._random.choice(OTHER_SIZES))
@@ -160,6 +158,12 @@ class Fate:
 
     def admin(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=PATIENCE_S)
+
+    def _wait_until_guest(self, is_known: bool) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self._takes(GUEST) != is_known:
+            assert time.monotonic() < deadline, "the file of tenants is not read again"
+            time.sleep(0.1)
 
     def _takes(self, key: str) -> bool:
         answer = httpx.get(f"{self.url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE_S)

@@ -1,4 +1,5 @@
-"""Runs pagemill through its engine core, in the default configuration but for the precision."""
+"""Runs pagemill through its engine core, in the default configuration but for the precision, and without drafts, which
+no peer makes by default."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from pagemill.sampling.params import SamplingParams
 
 class Engine:
     def __init__(self, model: dict[str, str], settings: dict[str, Any]) -> None:
-        self.core = EngineCore(EngineConfig(model=model["gguf"], **settings))
+        self.core = EngineCore(EngineConfig(model=model["gguf"], speculative_config="off", **settings))
         self.description = f"pagemill {__version__}, {self.core.ready.description}"
 
     def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
