@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from reference import reference_attention
 
+from attention.reference import reference_attention
 from harness import frame_shape, poison
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
