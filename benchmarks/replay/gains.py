@@ -23,10 +23,10 @@ from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS
 from benchmarks.replay.load import BATCHES, PAGED, serve
 from benchmarks.replay.output import panels, write_table
 from benchmarks.replay.setup import (
-    above_zero,
     add_device_arguments,
     add_engine_arguments,
     add_output_argument,
+    all_above_zero,
     chosen_roofline,
     chosen_setup,
 )
@@ -37,16 +37,13 @@ from pagemill.planner.workload import Lengths, Workload, workload_named
 OTHERS = (BATCHES, *RESERVATIONS)
 
 
-def scales_of(text: str) -> list[float]:
-    """Returns the scales that an option lists. Raises ArgumentTypeError for one that is not above 0."""
-    return [above_zero(scale) for scale in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_argument(parser, "sharegpt")
     add_engine_arguments(parser, calibrated=False)
     add_device_arguments(parser, device="a100-40", shape="opt-13b")
-    parser.add_argument("--scales", type=scales_of, default=[0.125, 0.25, 0.5, 1.0, 2.0], help="of lengths, by commas")
+    parser.add_argument(
+        "--scales", type=all_above_zero, default=[0.125, 0.25, 0.5, 1.0, 2.0], help="of lengths, by commas"
+    )
     parser.add_argument("--requests", type=int, default=300, help="at the scale 1")
     parser.add_argument("--placement", default="buddy", choices=list(PLACEMENTS), help="where contiguous runs lie")
     add_output_argument(parser)

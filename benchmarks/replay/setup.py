@@ -51,6 +51,11 @@ def above_zero(text: str) -> float:
     return number
 
 
+def all_above_zero(text: str) -> list[float]:
+    """Returns the numbers that an option lists by commas. Raises ArgumentTypeError for one that is not above 0."""
+    return [above_zero(number) for number in text.split(",")]
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser, *, kv_mib: int = 2048, calibrated: bool = True) -> None:
     """Adds the engine's settings. calibrated: whether step times may come from a calibration."""
     if calibrated:

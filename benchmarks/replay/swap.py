@@ -26,6 +26,7 @@ from benchmarks.replay.setup import (
     add_device_arguments,
     add_engine_arguments,
     add_output_argument,
+    all_above_zero,
     chosen_roofline,
     chosen_setup,
 )
@@ -44,17 +45,12 @@ MODES = ("recompute", "swap", "auto")
 NONE = "none"
 
 
-def links_of(text: str) -> list[float]:
-    """Returns the speeds that an option lists. Raises ArgumentTypeError for one that is not above 0."""
-    return [above_zero(link) for link in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_argument(parser, "sharegpt")
     add_engine_arguments(parser, calibrated=False)
     add_device_arguments(parser, device="a100-40", shape="opt-13b")
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--links", type=links_of, default=[4.0, 8.0, 16.0, 32.0, 64.0], help="GB/s, by commas")
+    parser.add_argument("--links", type=all_above_zero, default=[4.0, 8.0, 16.0, 32.0, 64.0], help="GB/s, by commas")
     parser.add_argument("--host-gib", type=above_zero, default=64.0, help="host memory for K/V")
     parser.add_argument("--block-sizes", default="8,16,32,64,128,256", help="tokens, by commas")
     parser.add_argument("--copy-us", type=float, default=5.0, help="microseconds that a copy takes beside its bytes")

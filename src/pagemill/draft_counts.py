@@ -1,4 +1,4 @@
-"""DraftCounts: what became of drafts, those of one request or of all."""
+"""DraftCounts: tells what became of drafts, those of one request or of all."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts of drafts that were verified, under vLLM's names."""
+    """Counts drafts that were verified, under vLLM's names."""
 
     num_drafts: int = 0
-    """Rows of steps that had drafts."""
+    """Counts rows of steps that had drafts."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Those that the model says too, up to the answer's end."""
+    """Counts drafts that the model says too, up to the answer's end."""
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
-    """By place behind the last token."""
+    """Counts drafts by their place behind the last token."""
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def note(self, proposed: int, accepted: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a pool's memory goes: by hand in a tiny case, and at every moment of a replay against a count slot by slot."""
+"""Checks where a pool's memory goes: by hand in a tiny case, and at each moment of a replay by counting every slot."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 
 from pagemill.distributed.messages import Offer
-from pagemill.engine.wire import HEADER
+from pagemill.engine.wire import HEADER, framed
 
 TOKEN_BYTES = 32
 CONNECT_S = 2.0
@@ -36,7 +36,7 @@ class DirectConnection:
 
     async def send(self, batch: bytes) -> None:
         """Sends a batch; waits while the other side is behind. Raises `OSError` where it is gone."""
-        self._writer.write(HEADER.pack(len(batch)) + batch)
+        self._writer.write(framed(batch))
         await self._writer.drain()
 
     async def receive(self) -> bytes | None:

@@ -109,14 +109,15 @@ class _Part(ABC):
     """A child process that says when it is ready, and is started again where it dies."""
 
     module: str
-    """Of `start_child`."""
+    """Names the module that `start_child` runs."""
     gone: str
-    """What to say where it has died without a word."""
+    """Says what is gone, where it has died without a word."""
     runs: str
+    """Says that it runs again."""
 
     def __init__(self) -> None:
         self.description: str | None = None
-        """What it has said of the engines; None until it is ready."""
+        """Says what the engines are, as the process has told; None until it is ready."""
 
     @property
     def pid(self) -> int:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagemill.distributed import listing
-from pagemill.engine.wire import HEADER
+from pagemill.engine.wire import HEADER, framed
 from pagemill.errors import EngineDeadError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class RelayedHandle:
         self._path = path
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Queue[Came | Ended]] = {}
-        """What has come for each call that has not ended."""
+        """Holds what has come for each call that has not ended."""
         self._writer: asyncio.StreamWriter | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -222,8 +222,7 @@ class RelayedHandle:
 
 def _write(writer: asyncio.StreamWriter, message: NamedTuple) -> None:
     """Sends a message; it is lost where nobody reads any more."""
-    data = pickle.dumps(message)
-    writer.write(HEADER.pack(len(data)) + data)
+    writer.write(framed(pickle.dumps(message)))
 
 
 async def _read(reader: asyncio.StreamReader) -> Any:

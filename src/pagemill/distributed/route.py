@@ -1,4 +1,4 @@
-"""What the router is asked of a request, and what it answers."""
+"""Describes what the router is asked of a request, and what it answers."""
 
 from __future__ import annotations
 

@@ -122,12 +122,13 @@ class Router:
         self._resting: dict[str, _Replica] = {}
         """Replicas that take no requests now, and may again: they end what they have, and their entries are kept."""
         self._requests: dict[str, _Request] = {}
-        self._usual_token_s = UNMEASURED_TOKEN_S
+        self._usual_token_s: float | None = None
+        """Holds `_mean_token_s`, until a replica has measured anew."""
         self._usual_fetch_s = self._usual_disk_s = (0.0, 0.0)
         self._prompt_tokens = 0
         """Tokens of prompts that are yet to compute, of all requests."""
         self._usual_prompt_tokens = 0.0
-        """Of a request, in the mean."""
+        """Counts those of a request, in the mean."""
         self._sessions: OrderedDict[object, str] = OrderedDict()
         self._expected = FIRST_ANSWER_TOKENS
         self._num_routed = 0
@@ -173,7 +174,7 @@ class Router:
             self._drop(request_id)
         del self._replicas[name]
         self._assign()
-        self._price_tokens()
+        self._usual_token_s = None
         self._price_fetches()
         self.directory.forget(replica.number)
         return left
@@ -202,7 +203,7 @@ class Router:
         replica = self._known(name)
         replica.token_s, replica.step_s = token_s, step_s
         replica.trust = 1 / (1 + TRUSTED_TOKENS / tokens) if token_s and tokens else 0.0
-        self._price_tokens()
+        self._usual_token_s = None
         if (fetch_s := fetch_s or {}) != replica.fetch_s or disk_s != replica.disk_s:
             replica.fetch_s, replica.disk_s = fetch_s, disk_s
             replica.mean_fetch_s = self._mean_fetch_s(replica)
@@ -251,14 +252,12 @@ class Router:
         if not self._replicas:
             return None
         found, holders = self._found(asked), self._holders(asked)
-        works = self._works_with(asked, found, holders, among)
         if at is not None and at in self._replicas:
             chosen = self._replicas[at]
-            works |= self._works_with(asked, found, holders, [at])
         elif self._policy == "round-robin":
             chosen = min((self._replicas[name] for name in among), key=lambda replica: replica.last_chosen)
         else:
-            chosen = self._least(asked, works)
+            chosen = self._least(asked, self._works_with(asked, found, holders, among))
         own = found.get(chosen.number, NOTHING)
         holder = self._holder_for(chosen, own, holders)
         left_s = self._left_s(chosen, asked, own, holder)
@@ -455,15 +454,18 @@ class Router:
         request.replica.answer_tokens += answer_tokens - request.answer_tokens
         request.answer_tokens = answer_tokens
 
-    def _price_tokens(self) -> None:
-        """Takes the mean of what replicas have measured of a token, each as far as it is trusted."""
-        trust = sum(each.trust for each in self._everybody())
-        if trust:
-            self._usual_token_s = sum(each.trust * each.token_s for each in self._everybody()) / trust
+    def _mean_token_s(self) -> float:
+        """Returns the mean of what replicas have measured of a token, each as far as it is trusted."""
+        if self._usual_token_s is None:
+            trust = sum(each.trust for each in self._everybody())
+            told_s = sum(each.trust * each.token_s for each in self._everybody())
+            self._usual_token_s = told_s / trust if trust else UNMEASURED_TOKEN_S
+        return self._usual_token_s
 
     def _token_s(self, replica: _Replica) -> float:
         """Returns the seconds that a prompt's token is taken to need at a replica."""
-        return self._usual_token_s + replica.trust * (replica.token_s - self._usual_token_s)
+        usual_s = self._mean_token_s()
+        return usual_s + replica.trust * (replica.token_s - usual_s)
 
     def _work_s(self, replica: _Replica) -> float:
         """Returns the seconds of a replica's work: its tokens, and the wait for a row where all are taken.

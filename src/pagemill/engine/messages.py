@@ -165,9 +165,9 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     scheduled_s: float = 0.0
     """When the request first entered a step."""
     num_draft_tokens: int = 0
-    """Drafts that the step verified."""
+    """Counts the drafts that the step verified."""
     num_accepted_tokens: int = 0
-    """Those of them that were right, up to the sequence's end."""
+    """Counts the drafts that were right, up to the sequence's end."""
 
 
 def refusals(request: EngineRequest, error: Exception) -> list[SequenceOutput]:

@@ -22,7 +22,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 def frame(message: Any) -> bytes:
     """Returns the message with its length before it, ready to be sent. Raises what `encode` raises."""
-    payload = encode(message)
+    return framed(encode(message))
+
+
+def framed(payload: bytes) -> bytes:
+    """Returns bytes with their length before them."""
     return HEADER.pack(len(payload)) + payload
 
 

@@ -90,7 +90,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     drafts: DraftCounts | None = None
-    """Of all its sequences, with speculative decoding."""
+    """Counts the drafts of all its sequences; None if it had none."""
 
     @property
     def time_in_queue(self) -> float | None:

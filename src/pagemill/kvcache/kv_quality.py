@@ -1,4 +1,4 @@
-"""What a KV format may cost in quality, as data: those that cost more are labelled, and never a default.
+"""Bounds what each KV format may cost in quality: formats that cost more are labelled, and never a default.
 
 `python -m benchmarks.quality --gates` holds every format to it.
 """

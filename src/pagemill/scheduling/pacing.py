@@ -19,7 +19,7 @@ TELLING_TOKENS = 64
 FADING = 0.25
 """What the last step counts in what is known, beside all before it."""
 REMEMBERED_TOKENS = 4_000_000
-"""Of the tokens of prompts that have told, the mean counts about so many, the last ones most."""
+"""The mean counts about so many of the tokens of prompts that have told, the last ones most."""
 OUTLIER = 2.0
 """A step counts as at most so many times what was expected, and as at least the reciprocal."""
 
