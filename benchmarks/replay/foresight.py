@@ -1,26 +1,29 @@
 """Shows what admission by foresight saves: requests of a 13B model at once in a pool that cannot hold them, modelled.
 
     python -m benchmarks.replay foresight [--requests 160] [--prompt 161] [--output 338] [--kv-mib 12000]
-        [--device a100-40 --shape llama-13b]
+        [--host-gib 64] [--device a100-40 --shape llama-13b]
 
-Step times are a roofline. "equal"
-requests have all these lengths, those "drawn" have log-normal ones with these means. Either the scheduler is told how
-long they become (ignore_eos), or each sets the output's length as its limit ("limit"), or all may get 2,048 tokens and
-end before ("unknown"). "again" is the share of all computed tokens that were computed before.
+Step times are a roofline. "equal" requests have all these lengths, those "drawn" have log-normal ones with these means.
+Either the scheduler is told how long they become (ignore_eos), or each sets the output's length as its limit ("limit"),
+or all may get 2,048 tokens and end before ("unknown"). With host memory, what is preempted may come back from there
+over the device's own link. "again" is the share of all computed tokens that were computed before.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 from dataclasses import replace
 
 import numpy as np
-from benchmarks.replay.setup import MIB, add_device_arguments, chosen_roofline
+from benchmarks.replay.setup import MIB, above_zero, add_device_arguments, chosen_roofline
 
+from pagemill.errors import ConfigError
 from pagemill.planner.replica import Setup
 from pagemill.scheduling.step_plan import StepPlan
+from pagemill.simulate.lower_tier import LowerTier
 from pagemill.simulate.roofline import Roofline
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.trace import TracedRequest
@@ -34,22 +37,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=161, help="tokens of a prompt, in the mean")
     parser.add_argument("--output", type=int, default=338, help="tokens of an answer, in the mean")
     parser.add_argument("--kv-mib", type=int, default=12_000)
+    parser.add_argument("--host-gib", type=above_zero, default=64.0, help="host memory for K/V")
     add_device_arguments(parser, device="a100-40", shape="llama-13b")
 
 
 def main(arguments: argparse.Namespace) -> None:
     roofline = chosen_roofline(arguments)
+    if roofline.device.link_bytes_per_s is None:
+        raise ConfigError(f"{roofline.device.about} has no link: its pool lies in host memory; choose another --device")
     print(f"{roofline.description}; KV pool {arguments.kv_mib} MiB\n")
-    print("| lengths | target_tpot_ms | output tokens/s | preempted | again | pool used | gap median, p99 |")
-    print("| --- | --- |" + " ---: |" * 5)
+    print(
+        "| lengths | host memory | target_tpot_ms | output tokens/s | preempted | again | pool used | first token, "
+        "median | gap median, p99, longest |"
+    )
+    print("| --- | ---: | --- |" + " ---: |" * 6)
     number, prompt, output = arguments.requests, arguments.prompt, arguments.output
     equal = [TracedRequest(index, 0.0, prompt, output) for index in range(number)]
-    for name, trace in (("equal", equal), ("drawn", drawn(number, prompt, output))):
-        for known, max_tokens in KNOWN.items():
-            for target_s in (math.inf, None):
-                setup = replace(Setup(arguments.kv_mib * MIB), target_tpot_s=target_s)
-                target = "auto" if target_s is None else "off"
-                print(f"| {name}, {known} | {target} | {serve(trace, setup, roofline, max_tokens)}")
+    cases = itertools.product(
+        (("equal", equal), ("drawn", drawn(number, prompt, output))),
+        KNOWN.items(),
+        (0.0, arguments.host_gib),
+        (("off", math.inf), ("auto", None)),
+    )
+    for (name, trace), (known, max_tokens), host_gib, (target, target_s) in cases:
+        setup = replace(Setup(arguments.kv_mib * MIB), target_tpot_s=target_s)
+        found = serve(trace, setup, roofline, max_tokens, host_gib * 2**30)
+        print(f"| {name}, {known} | {host_gib:g} GiB | {target} | {found}", flush=True)
 
 
 def drawn(number: int, prompt: int, output: int) -> list[TracedRequest]:
@@ -64,10 +77,16 @@ def drawn(number: int, prompt: int, output: int) -> list[TracedRequest]:
     ]
 
 
-def serve(trace: list[TracedRequest], setup: Setup, times: Roofline, max_tokens: int | None) -> str:
+def serve(trace: list[TracedRequest], setup: Setup, times: Roofline, max_tokens: int | None, host_bytes: float) -> str:
     """Returns a table's further cells."""
-    memory = setup.memory(times)
-    scheduler = setup.scheduler(memory)
+    memory = setup.memory(times, saves_evicted=host_bytes > 0)
+    tier = None
+    if host_bytes:
+        device, block_bytes = times.device, times.shape.frame_bytes(setup.block_size)
+        assert device.link_bytes_per_s is not None
+        speed = device.efficiency["link"] * device.link_bytes_per_s
+        tier = LowerTier(memory, int(host_bytes / block_bytes), block_bytes / speed)
+    scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
     computed = 0
     used = 0.0
 
@@ -76,10 +95,11 @@ def serve(trace: list[TracedRequest], setup: Setup, times: Roofline, max_tokens:
         computed += plan.num_tokens
         used += seconds * (1 - memory.num_available / memory.num_frames)
 
-    outcome = replay(trace, scheduler, times, [count], max_tokens=max_tokens)
-    middle, late = np.percentile(outcome.gaps_s, [50, 99])
+    outcome = replay(trace, scheduler, times, [count], max_tokens=max_tokens, tier=tier)
+    middle, late, longest = np.percentile(outcome.gaps_s, [50, 99, 100])
     return (
         f"{outcome.output_tokens_per_s:.0f} | {sum(one.starts > 1 for one in outcome.served)} | "
         f"{scheduler.state.recomputed_tokens / computed:.1%} | {used / outcome.busy_s:.0%} | "
-        f"{1e3 * middle:.0f}, {1e3 * late:.0f} ms |"
+        f"{np.median([one.ttft_s for one in outcome.served]):.1f} s | {1e3 * middle:.0f}, {1e3 * late:.0f}, "
+        f"{1e3 * longest:.0f} ms |"
     )
