@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from simulated_fleet import SimulatedEngine, SimulatedReplica
+from simulated_engine import SimulatedEngine
+from simulated_fleet import SimulatedReplica
 
 from pagemill import SamplingParams
 from pagemill.config import EngineConfig

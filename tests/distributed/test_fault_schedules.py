@@ -13,7 +13,8 @@ import random
 from collections import Counter, deque
 
 import pytest
-from simulated_fleet import Client, SimulatedRay, answer, run
+from simulated_engine import answer
+from simulated_fleet import Client, SimulatedRay, run
 
 from pagemill import SamplingParams
 from pagemill.engine.messages import EngineRequest

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 from simulated_blocks import BLOCK_SIZE
-from simulated_fleet import Client, SimulatedRay, answer, run
+from simulated_engine import answer
+from simulated_fleet import Client, SimulatedRay, run
 
 from pagemill import SamplingParams
 from pagemill.engine.messages import EngineRequest

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 
-from pagemill.draft_counts import DraftCounts
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
 from pagemill.scheduling import admission, forks, limits, preemption, speculation
-from pagemill.scheduling.batch import Batch, Entry
+from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.beam import BeamGroup
+from pagemill.scheduling.commit import Commits
 from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.forecast import AnswerLengths
@@ -24,7 +24,7 @@ from pagemill.scheduling.pacing import Pacer
 from pagemill.scheduling.sequence import Rank, Request, Sequence, SequenceUpdate, Status
 from pagemill.scheduling.speculation import Drafter
 from pagemill.scheduling.state import SchedulerState, StepDraft
-from pagemill.scheduling.step_plan import NO_WORK, StepPlan, StepResult
+from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.scheduling.unstreaming import Unstreaming
 from pagemill.tenant_limits import TenantLimits
 
@@ -85,9 +85,8 @@ class Scheduler:
         )
         self.tenants = self.state.tenants
         self.drafter = drafter
-        self.drafts = DraftCounts()
-        self._draft_work = NO_WORK
-        self._accepted = 0
+        self._commits = Commits(self.state, eos_token_ids, drafter)
+        self.drafts = self._commits.drafts
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
         self._compactor = Compactor() if compacts else None
@@ -219,7 +218,7 @@ class Scheduler:
             if sequence.group is not None:
                 return self.abort(request_id, now)
             if sequence.index == index:
-                self._note_answer(sequence)
+                self._commits.note_answer(sequence)
                 self.state.finish(sequence, now)
                 return
 
@@ -235,7 +234,7 @@ class Scheduler:
         self.pins.lose(frames, now)
         self.state.loading.lose(frames)
         losers = [one for one in self.state.running if one.table and self.memory.lies_in(one.table, frames)]
-        return [update for one in losers for update in self._fail(one, error, now)]
+        return [update for one in losers for update in self._commits.fail(one, error, now)]
 
     def lose_plan(self, plan: StepPlan, error: Exception, now: float) -> list[SequenceUpdate]:
         """Commits as failed the oldest plan in flight, which the device has not carried out, or nobody knows how far.
@@ -247,7 +246,7 @@ class Scheduler:
         updates += self.commit(StepResult.failure(plan, error), now)
         changed = {*plan.work.edit_row.tolist(), *(chosen.row for chosen in plan.chosen_tokens)}
         losers = [one for one in self.state.running if one.row in changed]
-        return updates + [update for one in losers for update in self._fail(one, error, now)]
+        return updates + [update for one in losers for update in self._commits.fail(one, error, now)]
 
     def give_up(self, error: Exception, now: float) -> list[SequenceUpdate]:
         """Ends the request whose turn it is, behind which others may wait; all, if it is nobody's.
@@ -258,7 +257,7 @@ class Scheduler:
         return [
             update
             for one in (self.sequences() if turn is None else [turn[0]])
-            for update in self._fail(one, error, now)
+            for update in self._commits.fail(one, error, now)
         ]
 
     # Sizes
@@ -346,18 +345,11 @@ class Scheduler:
     def note_step(self, plan: StepPlan, seconds: float, coasting: int = 0) -> None:
         """Tells controller and drafter how long a step took that has been committed: since its beginning or, if that
         was while another was in flight, since the commit of that one. coasting: as it was scheduled."""
-        if not self._adapts and self.drafter is None:
-            return
-        generating = plan.num_generating
-        accepted = self.drafts.num_accepted_tokens - self._accepted
-        self._accepted += accepted
-        if self.drafter is not None and generating == plan.num_tokens:
-            withdrawn = self._draft_work.withdrawn
-            drafts = len(plan.draft_tokens) - withdrawn
-            self.drafter.note_step(generating - withdrawn, drafts, accepted, seconds, self._draft_work)
-        prompt_tokens = plan.num_tokens - generating
+        self._commits.note_step(plan, seconds)
         if not self._adapts:
             return
+        generating = plan.num_generating
+        prompt_tokens = plan.num_tokens - generating
         if self.pacer is not None:
             self.pacer.note_step(seconds, prompt_tokens, generating + coasting)
         else:
@@ -401,100 +393,4 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Takes in the oldest step in flight: publishes its blocks, appends its tokens, ends what has ended."""
-        state = self.state
-        flight = state.batch.flights.popleft()
-        self.memory.retire(flight.step)
-        self._draft_work = result.draft_work
-        updates: list[SequenceUpdate] = []
-        entries, failed, finished = flight.entries, result.failed, Status.FINISHED
-        for position, entry in enumerate(entries):
-            sequence, end = entry.sequence, entry.end
-            if failed and position in failed:
-                updates += self._fail(sequence, failed[position], now)
-            elif sequence.status is not finished and not entry.drafts:  # else it is not known yet which are right
-                self._keep(sequence, entry.start, end)
-        for position, of_prompt in result.prompt_logprobs.items():
-            sequence = entries[position].sequence
-            if entries[position].start == 0:
-                sequence.prompt_logprobs = [None]
-            sequence.prompt_logprobs += of_prompt
-        for position, hidden in result.pooled.items():
-            entries[position].sequence.pool(hidden, entries[position].start)
-        samples = zip(flight.samples, result.tokens, result.logprobs, strict=True)
-        for sample, ((position, index), tokens, logprobs) in enumerate(samples):
-            sequence = entries[position].sequence
-            if sequence.status is finished or (failed and position in failed):
-                continue
-            if sequence.group is not None:
-                candidates = None if logprobs is None else logprobs[0]
-                results = forks.advance_beams(state, sequence.group, sequence, candidates, now)
-                updates += [SequenceUpdate(s, [], None, h.finish_reason, hypothesis=h) for s, h in results]
-                continue
-            if index == sequence.index:
-                sequence.in_flight -= 1
-                sequence.open_ended = False
-            else:
-                sequence = forks.after_prompt(state, entries[position], index)
-            if sequence.request.pin is not None and sequence.table is not None:
-                self.pins.keep(sequence.request.request_id, sequence.table, now)
-            accepted, reason, stop_reason = sequence.accept(tokens, self._eos)
-            proposed = right = 0
-            if entries[position].drafts:
-                self._keep_accepted(entries[position], len(accepted))
-                if sample not in result.undrafted:
-                    proposed, right = entries[position].drafts, min(len(tokens) - 1, len(accepted))
-                    self.drafts.note(proposed, right)
-                    if self.drafter is not None:
-                        self.drafter.verified(sequence, proposed, len(tokens) - 1)
-            if reason is not None:
-                self._note_answer(sequence)
-                state.finish(sequence, now)
-            logprobs = None if logprobs is None else logprobs[: len(accepted)]
-            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, proposed, right))
-        for position in flight.computed:
-            sequence = entries[position].sequence
-            if sequence.status is not finished and position not in failed:
-                state.finish(sequence, now)
-                updates.append(SequenceUpdate(sequence, [], None, "length" if sequence.pooled is None else "stop"))
-        return updates
-
-    def _note_answer(self, sequence: Sequence) -> None:
-        """Remembers an answer that has ended, for drafts; and its length, if it could have been another."""
-        if self.drafter is not None and self.drafter.answers is not None:
-            self.drafter.answers.add(sequence.request.root, sequence.tokens, sequence.prompt_len)
-        if self.state.lengths is not None and not sequence.request.ends_at_limit:
-            self.state.lengths.note(sequence.num_output_tokens, len(sequence.tokens) >= sequence.request.max_len)
-
-    def _keep(self, sequence: Sequence, start: int, end: int) -> None:
-        """Commits a sequence's tokens from `start` to `end`, and wakes who waits for a block that they fill."""
-        state, size = self.state, self.memory.block_size
-        assert sequence.table is not None
-        fills = end // size > start // size
-        if fills:
-            state.name_blocks(sequence)
-        self.memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
-        if fills:
-            state.resume(state.pending.computed(sequence, end // size))
-
-    def _keep_accepted(self, entry: Entry, kept: int) -> None:
-        """Commits what a row with drafts has computed and the sequence takes, and gives back what the others had."""
-        sequence = entry.sequence
-        sequence.scheduled = entry.start + kept
-        self._keep(sequence, entry.start, sequence.scheduled)
-        speculation.give_back(self.state, sequence, sequence.scheduled)
-        self.tenants.serve({sequence: kept - 1})  # the first was counted when it was planned
-
-    def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
-        """Ends a sequence that failed; in a search, and before its prompt has forked, the whole request. Returns what
-        to tell."""
-        if sequence.status is Status.FINISHED:
-            return []
-        if sequence.group is not None:
-            for beam in sequence.group.beams:
-                self.state.finish(beam, now)
-            ended = sequence.group.ended()
-        else:
-            lost = range(1, sequence.request.params.n) if sequence.child_rows or sequence.forks_after_prompt else ()
-            self.state.finish(sequence, now)
-            ended = [sequence, *(sequence.ended(index) for index in lost)]
-        return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]
+        return self._commits.take_in(result, now)

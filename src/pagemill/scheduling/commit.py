@@ -1,0 +1,142 @@
+"""Commit: what follows from a step that has run. Blocks are published, tokens appended, sequences end."""
+
+from __future__ import annotations
+
+from pagemill.draft_counts import DraftCounts
+from pagemill.scheduling import forks, speculation
+from pagemill.scheduling.batch import Entry
+from pagemill.scheduling.sequence import Sequence, SequenceUpdate, Status
+from pagemill.scheduling.speculation import Drafter
+from pagemill.scheduling.state import SchedulerState
+from pagemill.scheduling.step_plan import NO_WORK, StepPlan, StepResult
+
+
+class Commits:
+    """Takes in what steps have brought, the oldest in flight first.
+
+    drafts: what has come of the drafter's guesses.
+    """
+
+    def __init__(self, state: SchedulerState, eos_token_ids: frozenset[int], drafter: Drafter | None) -> None:
+        self.drafts = DraftCounts()
+        self._state = state
+        self._memory = state.memory
+        self._eos = eos_token_ids
+        self._drafter = drafter
+        self._draft_work = NO_WORK
+        self._accepted = 0
+
+    def take_in(self, result: StepResult, now: float) -> list[SequenceUpdate]:
+        """Takes in the oldest step in flight. Returns what to tell of its sequences."""
+        state = self._state
+        flight = state.batch.flights.popleft()
+        self._memory.retire(flight.step)
+        self._draft_work = result.draft_work
+        updates: list[SequenceUpdate] = []
+        entries, failed, finished = flight.entries, result.failed, Status.FINISHED
+        for position, entry in enumerate(entries):
+            sequence, end = entry.sequence, entry.end
+            if failed and position in failed:
+                updates += self.fail(sequence, failed[position], now)
+            elif sequence.status is not finished and not entry.drafts:  # else it is not known yet which are right
+                self._keep(sequence, entry.start, end)
+        for position, of_prompt in result.prompt_logprobs.items():
+            sequence = entries[position].sequence
+            if entries[position].start == 0:
+                sequence.prompt_logprobs = [None]
+            sequence.prompt_logprobs += of_prompt
+        for position, hidden in result.pooled.items():
+            entries[position].sequence.pool(hidden, entries[position].start)
+        samples = zip(flight.samples, result.tokens, result.logprobs, strict=True)
+        for sample, ((position, index), tokens, logprobs) in enumerate(samples):
+            entry = entries[position]
+            sequence = entry.sequence
+            if sequence.status is finished or (failed and position in failed):
+                continue
+            if sequence.group is not None:
+                candidates = None if logprobs is None else logprobs[0]
+                results = forks.advance_beams(state, sequence.group, sequence, candidates, now)
+                updates += [SequenceUpdate(s, [], None, h.finish_reason, hypothesis=h) for s, h in results]
+                continue
+            if index == sequence.index:
+                sequence.in_flight -= 1
+                sequence.open_ended = False
+            else:
+                sequence = forks.after_prompt(state, entry, index)
+            if sequence.request.pin is not None and sequence.table is not None:
+                state.pins.keep(sequence.request.request_id, sequence.table, now)
+            accepted, reason, stop_reason = sequence.accept(tokens, self._eos)
+            proposed = right = 0
+            if entry.drafts:
+                self._keep_accepted(entry, len(accepted))
+                if sample not in result.undrafted:
+                    proposed, right = entry.drafts, min(len(tokens) - 1, len(accepted))
+                    self.drafts.note(proposed, right)
+                    if self._drafter is not None:
+                        self._drafter.verified(sequence, proposed, len(tokens) - 1)
+            if reason is not None:
+                self.note_answer(sequence)
+                state.finish(sequence, now)
+            logprobs = None if logprobs is None else logprobs[: len(accepted)]
+            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, proposed, right))
+        for position in flight.computed:
+            sequence = entries[position].sequence
+            if sequence.status is not finished and position not in failed:
+                state.finish(sequence, now)
+                updates.append(SequenceUpdate(sequence, [], None, "length" if sequence.pooled is None else "stop"))
+        return updates
+
+    def note_answer(self, sequence: Sequence) -> None:
+        """Remembers an answer that has ended, for drafts; and its length, if it could have been another."""
+        state = self._state
+        if self._drafter is not None and self._drafter.answers is not None:
+            self._drafter.answers.add(sequence.request.root, sequence.tokens, sequence.prompt_len)
+        if state.lengths is not None and not sequence.request.ends_at_limit:
+            state.lengths.note(sequence.num_output_tokens, len(sequence.tokens) >= sequence.request.max_len)
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Tells the drafter how long the step took that was taken in last, if all its rows generated."""
+        if self._drafter is None:
+            return
+        accepted = self.drafts.num_accepted_tokens - self._accepted
+        self._accepted += accepted
+        if plan.num_generating < plan.num_tokens:
+            return
+        withdrawn = self._draft_work.withdrawn
+        drafts = len(plan.draft_tokens) - withdrawn
+        self._drafter.note_step(plan.num_tokens - withdrawn, drafts, accepted, seconds, self._draft_work)
+
+    def fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
+        """Ends a sequence that failed; in a search, and before its prompt has forked, the whole request. Returns what
+        to tell."""
+        state = self._state
+        if sequence.status is Status.FINISHED:
+            return []
+        if sequence.group is not None:
+            for beam in sequence.group.beams:
+                state.finish(beam, now)
+            ended = sequence.group.ended()
+        else:
+            lost = range(1, sequence.request.params.n) if sequence.child_rows or sequence.forks_after_prompt else ()
+            state.finish(sequence, now)
+            ended = [sequence, *(sequence.ended(index) for index in lost)]
+        return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]
+
+    def _keep(self, sequence: Sequence, start: int, end: int) -> None:
+        """Commits a sequence's tokens from `start` to `end`, and wakes who waits for a block that they fill."""
+        state, size = self._state, self._memory.block_size
+        assert sequence.table is not None
+        fills = end // size > start // size
+        if fills:
+            state.name_blocks(sequence)
+        self._memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
+        if fills:
+            state.resume(state.pending.computed(sequence, end // size))
+
+    def _keep_accepted(self, entry: Entry, kept: int) -> None:
+        """Commits what a row with drafts has computed and the sequence takes, and gives back what the others had."""
+        sequence = entry.sequence
+        sequence.scheduled = entry.start + kept
+        self._keep(sequence, entry.start, sequence.scheduled)
+        speculation.give_back(self._state, sequence, sequence.scheduled)
+        self._state.tenants.serve({sequence: kept - 1})  # the first was counted when it was planned
