@@ -97,6 +97,8 @@ def test_a_calibration_goes_on_where_it_was_cut_off(tmp_path):
     with path.open("a") as file:
         file.write('{"point": [2, 32, 0], "ste')
     assert StepFile(path, settings).points == {Point(1, 32, 0): [step]}
+    StepFile(path, settings).add(Point(2, 32, 0), [step])
+    assert StepFile(path, settings).points == {Point(1, 32, 0): [step], Point(2, 32, 0): [step]}
     assert StepFile(path, {"model": "another"}).points == {}
     assert StepFile(path, settings).points == {}, "it was begun anew"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from pagemill.planner.limits import Limits, find_capacity
 from pagemill.planner.load import Generated, Load, Traced
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.replica import Settings, _simulate, run_trial
+from pagemill.planner.report import as_dict
 from pagemill.planner.search import Choices, _Search, make_plan
 from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_named
 from pagemill.simulate.roofline import Roofline, read_device, read_shape
@@ -390,6 +392,37 @@ def test_shapes_are_read_from_models_without_weights():
     path = str(resolve_model("smollm2-135m"))
     of_file = replace(find_shape(path), about=known.about, source=known.source)
     assert of_file == known
+
+
+def test_a_request_that_only_the_check_sees_and_no_replica_can_hold_is_said():
+    small = replace(read_device("l4"), memory_bytes=19_500_000_000)
+    plain = [TracedRequest(number, number / 10, 300, 20) for number in range(150)]
+    trace = [*plain[:100], replace(plain[100], prompt_len=60_000), *plain[101:]]
+    plan = make_plan(small, read_shape("llama-3-8b"), "bfloat16", Load(Traced(trace), 10.0, 60), Limits(0.2, 3.0), ONE)
+    assert plan.options == []
+    assert "with 2 times as many requests as the search had" in plan.refused[1]
+    assert "1 requests are too long for the pool; raise --requests" in plan.refused[1]
+
+
+def test_settings_that_serve_the_whole_load_are_taken_however_little_more_that_is():
+    one = _Search(read_device("l4"), read_shape("llama-3-8b"), "bfloat16", load(), Limits(0.2, 3.0), lambda line: None)
+    size = one.with_settings(Settings(1, "auto", 64, 512, 0))
+    nearly = _Search(
+        read_device("l4"), read_shape("llama-3-8b"), "bfloat16", load(rate=size.capacity), Limits(0.2, 3.0),
+        lambda line: None,
+    )  # fmt: skip
+    before = replace(size, capacity=size.capacity / 1.01, settings=replace(size.settings, max_num_seqs=2))
+    assert nearly._better(before, max_num_seqs=64).capacity == size.capacity  # noqa: SLF001
+
+
+def test_json_has_no_numbers_that_only_python_reads():
+    plan = plan_of()
+    (option,) = plan.options
+    timed_out = replace(option, at_share=replace(option.at_share, ttft_p99_s=math.inf, tpot_p99_s=math.nan))
+    told = json.loads(json.dumps(as_dict(replace(plan, options=[timed_out])), allow_nan=False))
+    at_share = told["options"][0]["at_share"]
+    assert (at_share["ttft_p99_s"], at_share["tpot_p99_s"]) == (None, None)
+    assert at_share["rate"] == option.at_share.rate
 
 
 def test_all_workloads_can_be_drawn():

@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from pagemill.errors import ConfigError
-from pagemill.planner.workload import WORKLOADS, Lengths, workload_named
+from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_named
 
 
 @pytest.mark.parametrize(("name", "prompt", "output"), [("sharegpt", 161, 338), ("alpaca", 19, 58)])
@@ -67,3 +67,20 @@ def test_a_workload_of_a_file_may_ask_for_samples_beams_and_a_time(tmp_path):
     path.write_text(json.dumps({**lengths, "context": 256, "n": 2, "beam_width": 1}))
     with pytest.raises(ConfigError, match="a workload's n is 2; of 1 sequences no more can be returned"):
         workload_named(str(path))
+
+
+def test_requests_come_as_often_as_asked_where_conversations_end_at_the_context():
+    workload = Workload(Lengths(161, 1.0, 1024), Lengths(338, 0.9, 1024), 2048, turns=20, think_s=1)
+    assert len(workload.requests(5.0, 400.0)) == pytest.approx(2000, rel=0.1)
+
+
+def test_whole_numbers_may_be_written_as_others_are_and_parts_of_tokens_are_refused(tmp_path):
+    path = tmp_path / "own.json"
+    lengths = {"prompt": {"mean": 9, "sigma": 1, "longest": 1e2}, "output": {"mean": 9, "sigma": 1, "longest": 90}}
+    path.write_text(json.dumps({**lengths, "context": 2.56e2}))
+    requests = workload_named(str(path)).requests(50.0, 20.0)
+    assert all(isinstance(one.prompt_len, int) and one.prompt() for one in requests)
+    for wrong in ({"context": 256.5}, {"context": 4096, "prefixes": 1.5, "prefix_len": 512}):
+        path.write_text(json.dumps({**lengths, **wrong}))
+        with pytest.raises(ConfigError, match=r"a workload's (context|prefixes) is .*\.5; it must be a whole number"):
+            workload_named(str(path))

@@ -128,7 +128,7 @@ def plan(
     if plot is not None:
         draw(found, plot)
     if as_json:
-        sys.stdout.write(json.dumps(as_dict(found), indent=2) + "\n")
+        sys.stdout.write(json.dumps(as_dict(found), indent=2, allow_nan=False) + "\n")
         return
     Console(highlight=False).print(*table(found), sep="\n")
     if plot is not None:

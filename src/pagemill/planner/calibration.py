@@ -97,8 +97,11 @@ class StepFile:
         self._path = path
         self.points: dict[Point, list[MeasuredStep]] = {}
         head = json.dumps(settings, sort_keys=True)
-        lines = path.read_text().splitlines() if path.is_file() else []
+        text = path.read_text() if path.is_file() else ""
+        lines = text.splitlines()
         if lines and lines[0] == head:
+            if not text.endswith("\n"):  # what was cut off must not take the next point's line along
+                path.write_text(text + "\n")
             for line in lines[1:]:
                 self._read(line)
         else:

@@ -60,7 +60,7 @@ class Traced:
 
     @property
     def rate(self) -> float:
-        """Requests per second in the trace itself."""
+        """Returns the requests per second in the trace itself."""
         return (len(self.trace) - 1) / self.trace[-1].arrival_s
 
     def take(self, count: int, rate: float) -> list[TracedRequest]:
@@ -123,7 +123,7 @@ class Load:
 
     @property
     def usual(self) -> TracedRequest:
-        """The request of median length, which comes at 0 s."""
+        """Returns the request of median length, which comes at 0 s."""
         middle = median_low(one.length for one in self._sample)
         return replace(next(one for one in self._sample if one.length == middle), arrival_s=0.0)
 
@@ -133,13 +133,14 @@ class Load:
 
     @cached_property
     def tokens_per_request(self) -> tuple[float, float]:
-        """Tokens of a request's answers, and of prompt and answers together, in the mean of the first `count`."""
+        """Returns the tokens of a request's answers, and of prompt and answers together, in the mean of the first
+        `count`."""
         output = mean(one.answer_tokens for one in self._sample)
         return output, output + mean(one.prompt_len for one in self._sample)
 
     @property
     def shares(self) -> bool:
-        """True if prompts begin alike."""
+        """Returns whether prompts begin alike."""
         return any(one.hash_ids for one in self._sample)
 
     def guess(self, roofline: Roofline, settings: Settings) -> float:

@@ -58,15 +58,14 @@ def draw(plan: Plan, path: Path) -> None:
     axes[2].set_xlabel("replicas x devices of each")
     axes[2].set_ylabel("US dollars per million output tokens" if _priced(plan) else "devices")
     labels = [f"tensor parallel {option.size.settings.ranks}" for option in plan.options]
-    if plan.options:
-        figure.legend(axes[0].lines[:-1:2], labels, fontsize=8, loc="outside upper center", ncols=4)
-        figure.supxlabel(plan.options[0].size.roofline.description.replace("*", ""), fontsize=8)
+    figure.legend(axes[0].lines[:-1:2], labels, fontsize=8, loc="outside upper center", ncols=4)
+    figure.supxlabel(plan.options[0].size.roofline.description.replace("*", ""), fontsize=8)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
 
 
 def _priced(plan: Plan) -> bool:
-    return bool(plan.options) and plan.options[0].cost_output is not None
+    return plan.options[0].cost_output is not None
 
 
 def _height(option: Any) -> float:

@@ -55,7 +55,8 @@ class Setup:
 
 
 def latencies(served: Sequence[Served]) -> dict[str, float]:
-    """Medians and 99th percentiles over finished requests, in seconds; 0 per token where no answer has a second one.
+    """Returns medians and 99th percentiles over finished requests, in seconds; 0 per token where no answer has a second
+    one.
 
     A request that was ended by its timeout took for ever per token, and for its first one if that had not come: so no
     limit holds where more than one in a hundred was.

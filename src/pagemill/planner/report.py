@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
 
+from pagemill.planner.replica import Trial
 from pagemill.planner.search import Option, Plan
 from pagemill.simulate.roofline import Roofline
 
@@ -17,15 +19,9 @@ milliseconds; the share of the pool that is held then, and the rows that run; wh
 
 
 def table(plan: Plan) -> list[Table | str]:
-    """Returns what is printed, one below the other."""
-    lines: list[Table | str] = []
-    if plan.options:
-        lines += [_head(plan), _options(plan), *_binding(plan)]
-    else:
-        lines.append(f"no size of replica serves any rate at which {plan.limits}")
-    for ranks, why in plan.refused.items():
-        lines.append(f"tensor parallel {ranks}: {why}")
-    return lines
+    """Returns what is printed of a plan with options, one below the other."""
+    refused = [f"tensor parallel {ranks}: {why}" for ranks, why in plan.refused.items()]
+    return [_head(plan), _options(plan), *_binding(plan), *refused]
 
 
 def _head(plan: Plan) -> str:
@@ -99,7 +95,7 @@ def _binding(plan: Plan) -> list[str]:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Returns all of a plan, the cheapest option first."""
+    """Returns all of a plan, the cheapest option first. None stands for latencies of requests that timed out."""
     output, everything = plan.load.tokens_per_request
     return {
         "modelled": True,
@@ -125,7 +121,13 @@ def _option(option: Option) -> dict[str, Any]:
         "price_per_hour": option.price_per_hour,
         "cost_per_million_output_tokens": option.cost_output,
         "cost_per_million_tokens": option.cost_all,
-        "at_share": asdict(option.at_share),
-        "trials": [asdict(trial) for trial in size.own_trials],
+        "at_share": _trial(option.at_share),
+        "trials": [_trial(trial) for trial in size.own_trials],
         "about": size.roofline.about,
     }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    """Returns a trial's fields; None for what is infinite or unknown, which JSON has no number for."""
+    fields = asdict(trial)
+    return {name: None if isinstance(it, float) and not math.isfinite(it) else it for name, it in fields.items()}

@@ -17,6 +17,9 @@ GAIN = 1.03
 """Another value of a setting is taken if a replica holds so many times the rate with it."""
 CHECK_TIMES = 2
 """A replica at its share is simulated with so many times the requests: p99 of the search's own are rough."""
+LEAST_SHARE = 0.25
+"""If a replica does not hold this share of the rate that the search has found, with CHECK_TIMES as many requests, then
+some of these are such that no rate does."""
 NEAR = 1.2
 """A trial at up to so many times a rate that holds is not cut: it is likely to be the one that says what binds."""
 SCALING = 0.8
@@ -57,7 +60,7 @@ class Size:
 
     @property
     def own_trials(self) -> list[Trial]:
-        """The trials with the settings chosen, by rate."""
+        """Returns the trials with the settings chosen, by rate."""
         return sorted((trial for settings, trial in self.trials if settings == self.settings), key=lambda one: one.rate)
 
 
@@ -133,7 +136,14 @@ def make_plan(
         sizes.append(search.complete(size))
         if size.capacity is None:
             refused[ranks] = _why_not(size, limits)
-    options = [_option(size, load, limits, device.price_per_hour, report) for size in sizes if size.capacity]
+    options: list[Option] = []
+    for size in sizes:
+        if size.capacity:
+            found = _option(size, load, limits, device.price_per_hour, report)
+            if isinstance(found, Option):
+                options.append(found)
+            else:
+                refused[size.settings.ranks] = found
     options.sort(key=lambda one: (one.devices, one.replicas))
     return Plan(load, limits, options, refused)
 
@@ -219,16 +229,16 @@ class _Search:
         return size
 
     def _better(self, size: Size, **other: int | str) -> Size:
-        """Returns what other values of settings bring, if that is GAIN times as much; else `size`.
+        """Returns what other values of settings bring, if that is GAIN times as much, or the whole load; else `size`.
 
         One simulation at that rate says so, before the capacity is searched for.
         """
         tried = replace(size.settings, **other)  # type: ignore[arg-type]
-        first = self._first_rate(tried) if size.capacity is None else GAIN * size.capacity
-        if size.capacity == self._load.rate or (size.capacity is not None and not self._holds(tried, first)):
+        enough = min(self._load.rate, GAIN * (size.capacity or 0.0))
+        if size.capacity == self._load.rate or (size.capacity is not None and not self._holds(tried, enough)):
             return size
-        capacity = self._capacity(tried, first)
-        if capacity is not None and capacity >= GAIN * (size.capacity or 0.0):
+        capacity = self._capacity(tried, enough or self._first_rate(tried))
+        if capacity is not None and capacity >= enough:
             return Size(self._make(tried), tried, capacity, self._trials)
         return size
 
@@ -290,9 +300,10 @@ def _holds(trial: Trial, limits: Limits) -> bool:
     return steady and limits.hold({"tpot_p99_s": trial.tpot_p99_s, "ttft_p99_s": trial.ttft_p99_s})
 
 
-def _option(size: Size, load: Load, limits: Limits, price: float | None, report: Report) -> Option:
+def _option(size: Size, load: Load, limits: Limits, price: float | None, report: Report) -> Option | str:
+    """Returns what a size takes for the whole load; or, if no number of replicas serves it, why."""
     assert size.capacity is not None
-    settings = size.settings
+    settings, least = size.settings, LEAST_SHARE * size.capacity
     replicas = max(1, math.ceil(load.rate / size.capacity - 1e-9))
     while True:
         share = load.rate / replicas
@@ -300,6 +311,11 @@ def _option(size: Size, load: Load, limits: Limits, price: float | None, report:
         at_share = run_trial(size.roofline, settings, load.requests(share, limits, times=CHECK_TIMES), share)
         if _holds(at_share, limits):
             break
+        if at_share.refused or share < least:
+            return (
+                f"with {CHECK_TIMES} times as many requests as the search had, even at {share:.3g} requests/s "
+                f"{_broken_limit(at_share, limits)}; raise --requests, so that the search has them too"
+            )
         # With more requests, waiting has more time to grow: the search's own capacity was too high.
         size.capacity = min(size.capacity, share)
         size.trials.append((settings, at_share))

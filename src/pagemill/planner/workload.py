@@ -6,16 +6,20 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from math import exp, inf, log
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any, TypeVar
 
 from pagemill.errors import ConfigError
+from pagemill.simulate.roofline import whole_where_possible
 from pagemill.simulate.trace import ASKED, MOONCAKE_BLOCK, TracedRequest
 
 SEED = 0
+COUNTED = 1000
+"""Conversations of which the mean number of turns is taken."""
 NORMAL = NormalDist()
 TOKEN_S = 0.03
 """Seconds that a token of an answer is taken to need: the next turn comes so long after it was begun, and a pause."""
@@ -42,7 +46,7 @@ class Lengths:
 
     @property
     def mu(self) -> float:
-        """The mean of the logarithm with which the mean of the cut lengths is right."""
+        """Returns the mean of the logarithm with which the mean of the cut lengths is right."""
         if self.sigma == 0:
             return log(self.mean)
         low, high = 0.0, log(self.longest) + 4 * self.sigma
@@ -58,7 +62,8 @@ class Lengths:
         return below + self.longest * (1 - NORMAL.cdf(cut))
 
     def draw(self, source: random.Random, mu: float) -> int:
-        return max(1, min(self.longest, round(source.lognormvariate(mu, self.sigma))))
+        """Returns a length. mu: that of the property, which takes a while to find."""
+        return max(1, min(int(self.longest), round(source.lognormvariate(mu, self.sigma))))
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,9 @@ class Workload:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        for name, whole in (("context", self.context), ("prefixes", self.prefixes), ("prefix_len", self.prefix_len)):
+            if isinstance(whole, bool) or not isinstance(whole, int):
+                raise ConfigError(f"a workload's {name} is {whole!r}; it must be a whole number")
         for name, value, least in (
             ("burstiness", self.burstiness, 0),
             ("prefixes", self.prefixes, 0),
@@ -129,7 +137,7 @@ class Workload:
         while at < seconds or not requests:
             turns = self._conversation(source, at, lengths, names)
             requests += [turn for turn in turns if 0 <= turn.arrival_s < max(seconds, 1e-9)]
-            at += self._gap(source) * self.turns / rate
+            at += self._gap(source) * self._mean_turns / rate
         if self.turns > 1:
             requests.sort(key=lambda request: request.arrival_s)
         return [replace(request, number=number, **self._asked) for number, request in enumerate(requests)]
@@ -137,6 +145,14 @@ class Workload:
     @property
     def _asked(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ASKED}
+
+    @cached_property
+    def _mean_turns(self) -> float:
+        """Returns how many turns conversations have in the mean: fewer than `turns` where some end at `context`."""
+        if self.turns == 1.0:
+            return 1.0
+        source, lengths = random.Random(SEED), (self.prompt.mu, self.output.mu)
+        return fmean(len(self._conversation(source, 0.0, lengths, count())) for _ in range(COUNTED))
 
     def _gap(self, source: random.Random) -> float:
         """Returns the time between two conversations, 1 in the mean."""
@@ -212,7 +228,7 @@ def workload_named(name: str) -> Workload:
     """
     if name.endswith(".json"):
         try:
-            found = json.loads(Path(name).read_text())
+            found = json.loads(Path(name).read_text(), parse_float=whole_where_possible)
             found |= {what: Lengths(**found[what]) for what in ("prompt", "output")}
             return Workload(**found)
         except (OSError, ValueError, TypeError, KeyError) as error:

@@ -65,7 +65,7 @@ class Step:
 
 
 class SimulatedEngine:
-    """requests: by number, those that it may be given.
+    """Runs the scheduler that serves in simulated steps. requests: by number, those that it may be given.
 
     tokens:     gives each generated token its number; engines that share blocks share it too.
     max_tokens: what all requests set, at least; they end by `END_TOKEN`, and nobody knows before how long they become.

@@ -63,7 +63,8 @@ class PeerBlocks:
 
     @property
     def fetch_times(self) -> dict[int, tuple[float, float]]:
-        """The seconds of a fetch, and of each of its blocks, by peer; those of which nothing is known are left out."""
+        """Returns the seconds of a fetch, and of each of its blocks, by peer; those of which nothing is known are left
+        out."""
         return {peer: line for peer, each in self._load_times.items() if (line := each.line)}
 
     def note_held(self, peer: int, digests: Sequence[bytes]) -> None:

@@ -130,7 +130,7 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """The weights that each token is multiplied with, in all layers."""
+        """Returns how many weights each token is multiplied with, in all layers."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + (2 + self.gated) * self.hidden * self.intermediate)
 
@@ -199,12 +199,12 @@ class Roofline:
 
     @property
     def kv_heads(self) -> int:
-        """The KV heads of one rank; where there are more ranks than heads, some hold the same."""
+        """Returns the KV heads of one rank; where there are more ranks than heads, some hold the same."""
         return max(1, self.model.kv_heads // self.ranks)
 
     @cached_property
     def shape(self) -> KVShape:
-        """The shape of K/V on one rank."""
+        """Returns the shape of K/V on one rank."""
         model, itemsize = self.model, max(2, ITEMSIZE[self.dtype])
         named = None if self.kv_dtype == "auto" else self.kv_dtype
         windows = (None,) * model.layers if model.windows is None else tuple(model.windows)
@@ -232,12 +232,12 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the weights of one rank."""
+        """Returns the bytes of the weights of one rank."""
         return -(-self.model.parameters * ITEMSIZE[self.dtype] // self.ranks)
 
     @property
     def kv_bytes(self) -> int:
-        """The bytes of one rank's KV pool. Raises ConfigError if the weights leave none."""
+        """Returns the bytes of one rank's KV pool. Raises ConfigError if the weights leave none."""
         device = self.device
         used = int(device.memory_share * device.memory_bytes)
         left = used - self.weight_bytes - device.working_bytes
@@ -330,7 +330,7 @@ def _check(name: str, value: object, right: bool, must: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {must}")
 
 
-def _number(text: str) -> int | float:
+def whole_where_possible(text: str) -> int | float:
     """Returns a number such as 80e9 as an integer where it is whole, so that fields of integers take it."""
     value = float(text)
     return int(value) if value.is_integer() else value
@@ -340,7 +340,7 @@ def _read(kind: type[Described], known: Path, name: str, what: str) -> Described
     own = name.endswith(".json")
     path = Path(name) if own else known
     try:
-        found = json.loads(path.read_text(), parse_float=_number)
+        found = json.loads(path.read_text(), parse_float=whole_where_possible)
         if own and len(found) != 1:
             raise ValueError(f"it has {len(found)} entries; it must have one")
         if own or name in found:

@@ -91,7 +91,7 @@ class Replay:
 
     @property
     def goodput_tokens_per_s(self) -> float:
-        """Returns the tokens per second of the answers that requests have got which ended in time."""
+        """Returns tokens per second. Counted are the answers of requests that ended in time."""
         return sum(one.request.answer_tokens for one in self.finished) / self.end_s if self.end_s else 0.0
 
     def note_step(self, step: Step, running: int) -> None:

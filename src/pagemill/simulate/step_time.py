@@ -47,17 +47,18 @@ class KVShape:
 
     @property
     def format_name(self) -> str:
-        """The name of the format; empty for elements of `itemsize`."""
+        """Returns the name of the format; empty for elements of `itemsize`."""
         return self._format.name
 
     @property
     def key_bytes(self) -> int:
-        """The bytes of one token's K and V in one layer, scales included."""
+        """Returns the bytes of one token's K and V in one layer, scales included."""
         return self._format.slot_bytes(self.num_kv_heads, self.head_dim, self.head_dim)
 
     @property
     def slot_bytes(self) -> float:
-        """The bytes of one token's K and V in one layer group, without padding; the mean where groups differ."""
+        """Returns the bytes of one token's K and V in one layer group, without padding; the mean where groups
+        differ."""
         groups = self.groups.groups
         layers = sum(len(group.layers) for group in groups) / len(groups)
         return layers * self.key_bytes
