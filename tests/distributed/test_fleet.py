@@ -29,7 +29,7 @@ from pagemill.tenant_limits import TenantLimits
 
 FACTS = EngineReady(
     vocab_size=100, max_model_len=256, max_num_seqs=4, longest_sequence=256, tenants=["default"], block_size=16,
-    num_frames=64, kv_bytes=1 << 20, eos_token_ids=[0], hidden_size=8, model="m", kv_format="f",
+    num_frames=64, kv_bytes=1 << 20, kv_memory=1 << 20, eos_token_ids=[0], hidden_size=8, model="m", kv_format="f",
 )  # fmt: skip
 
 
@@ -257,6 +257,37 @@ def test_a_pin_is_made_elsewhere_once_it_has_been_made_and_refusals_are_logged(m
     run(monkeypatch, scenario, names=("a", "b"))
 
 
+def test_a_copy_of_a_pin_that_is_unpinned_before_it_is_made_is_ended(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        fleet.submit(request("pin#1", pin="system"))
+        (main,) = [link for link in links.values() if link.requests]
+        (other,) = [link for link in links.values() if not link.requests]
+        main.bring("pin#1", finish_reason="length")
+        (copy,) = other.sent
+        await fleet.ask(Unpin("system", "default", ""))
+        other.asked.clear()
+        other.bring(copy.request_id, finish_reason="length")
+        await settle()
+        assert other.asked == [Unpin("system", "default", "")]
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_pins_that_have_expired_leave_no_home(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        await fleet.ask(SetTenant("team", TenantLimits(max_blocks=6)))
+        fleet.submit(request("short", tenant="team", pin="short", pin_expires_s=0.0))
+        next(link for link in links.values() if link.requests).bring("short", finish_reason="length")
+        await fleet.ask(SetTenant("team", TenantLimits()))
+        fleet.submit(request("pin", tenant="team", pin="system"))
+        next(link for link in links.values() if "pin" in link.requests).bring("pin", finish_reason="length")
+        await fleet.ask(SetTenant("team", TenantLimits(max_blocks=6)))
+        await settle()
+        assert len([link for link in links.values() if Unpin("system", "team", "") in link.asked]) == 1
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
 def test_pins_of_a_tenant_whose_blocks_are_limited_are_in_one_replica_and_count_there(monkeypatch):
     async def scenario(fleet, links, frontend):
         def pins_at():
@@ -320,6 +351,28 @@ def test_what_ends_here_with_an_error_is_ended_at_its_replica_too(monkeypatch):
         assert second.requests == ["q"]
         fleet.note_outputs(second, [SequenceOutput(request_id="q", index=0, new_token_ids=[8])])
         assert next(each.request_ids for each in second.sent if isinstance(each, AbortRequests)) == ["q"]
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
+@pytest.mark.parametrize("by", ["front end", "replica"])
+def test_a_sequence_that_has_been_ended_does_not_go_on_where_its_request_begins_again(monkeypatch, by):
+    async def scenario(fleet, links, frontend):
+        asked = request("q")
+        asked.params = SamplingParams(n=2, max_tokens=9)
+        fleet.submit(asked)
+        (first,) = [link for link in links.values() if link.requests]
+        (second,) = [link for link in links.values() if link is not first]
+        fleet.finish([("q", 0)])
+        first.die()
+        assert second.requests == ["q"]
+        assert not any(isinstance(each, AbortRequests) for each in second.sent)
+        if by == "front end":
+            fleet.finish([("q", 1)])
+        else:
+            end = SequenceOutput(request_id="q", index=1, new_token_ids=[8], finish_reason="length")
+            fleet.note_outputs(second, [end])
+        assert [each.request_ids for each in second.sent if isinstance(each, AbortRequests)] == [["q"]]
 
     run(monkeypatch, scenario, names=("a", "b"))
 

@@ -59,7 +59,7 @@ def _serve(plan: FleetPlan, folder: str, stream: Any) -> int:
     try:
         _start(plan, folder, stream)
     except Exception as error:
-        _say(stream, Said(None, str(error)))
+        _say(stream, Said(None, str(error) or type(error).__name__))
         return 1
     _say(stream, Said("", None))
     stream.readline()

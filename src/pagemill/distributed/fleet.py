@@ -175,6 +175,8 @@ class Fleet:
             if flight is not None:
                 self._tell(flight, FinishSequences([sequence]))
         for flight in self._flights.finish(sequences):
+            if flight.began_again:
+                self._tell(flight, AbortRequests([flight.asked.request_id]))
             self._leave(flight)
 
     async def ask(self, query: Query[A]) -> A:
@@ -245,8 +247,9 @@ class Fleet:
 
     def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
         assert self._router is not None
-        self._pins.note_outputs(outputs)
-        pins = self._flights.pins_of(link.name, outputs)
+        for end in self._pins.note_outputs(outputs):
+            self._keep(self._repeat(end, link))
+        ending = self._flights.ending(link.name, outputs)
         new, handed_over = self._flights.take(link.name, outputs), list[Flight]()
         for output in new:
             if output.new_token_ids:
@@ -256,10 +259,11 @@ class Fleet:
                 handed_over.append(flight)
             if output.finish_reason is not None and self._flights.get(output.request_id) is None:
                 self._end(output.request_id)
-                if output.error is not None:  # found here, maybe: the replica may still compute it
-                    link.send(AbortRequests([output.request_id]))
-                elif (pin := pins.get(output.request_id)) is not None:
-                    self._pins.note_made(pin, link, self._serving())
+                ended = ending.get(output.request_id)
+                if output.error is not None or (ended is not None and ended.began_again):
+                    link.send(AbortRequests([output.request_id]))  # which may still compute some of it
+                elif ended is not None and ended.asked.pin is not None:
+                    self._pins.note_made(ended.asked, link, self._serving())
         if new:
             self._incoming.put_nowait(new)
         for flight in handed_over:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FleetPins:
-    """tenancy: knows whose `max_blocks` holds over all replicas."""
+    """Knows all pins of a fleet. tenancy: knows whose `max_blocks` holds over all replicas."""
 
     def __init__(self, tenancy: FleetTenancy) -> None:
         self._tenancy = tenancy
@@ -51,9 +51,12 @@ class FleetPins:
                 if link is not by:
                     self._copies.send(link, pin)
 
-    def note_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Notes which copies have been made; other outputs are ignored."""
-        self._copies.take(outputs)
+    def note_outputs(self, outputs: Iterable[SequenceOutput]) -> list[Unpin]:
+        """Notes which copies have been made; other outputs are ignored. Returns what is to be ended there, since its
+        pin has been unpinned meanwhile."""
+        copies = self._copies.take(outputs)
+        made = [_end_of(pin) for pin in self._made.requests()] if copies else []
+        return [end for end in map(_end_of, copies) if end not in made]
 
     def remove(self, name: str, space: Namespace) -> None:
         """Forgets a pin that has been unpinned."""
@@ -80,6 +83,8 @@ class FleetPins:
         """Brings a tenant's pins to where they are to be by its limits, which have changed. Returns what is to be ended
         where."""
         pins, had_home = self._of(tenant), tenant in self._homes
+        if not pins:
+            self._homes.pop(tenant, None)
         if not pins or self._tenancy.limits_blocks(tenant) == had_home:
             return []
         if had_home:
@@ -89,9 +94,7 @@ class FleetPins:
                     self._copies.send(link, pin)
             return []
         home_link = self._home(tenant, serving)
-        spaces = [Namespace(pin.tenant, pin.cache_salt) for pin in pins]
-        ends = [Unpin(str(pin.pin), *space) for pin, space in zip(pins, spaces, strict=True)]
-        return [(link, end) for link in serving if link is not home_link for end in ends]
+        return [(link, _end_of(pin)) for link in serving if link is not home_link for pin in pins]
 
     def _of(self, tenant: str) -> list[EngineRequest]:
         return [pin for pin in self._made.requests() if pin.tenant == tenant]
@@ -101,3 +104,8 @@ class FleetPins:
         if links:
             self._homes.setdefault(tenant, links[0].name)
         return next((link for link in links if link.name == self._homes.get(tenant)), None)
+
+
+def _end_of(pin: EngineRequest) -> Unpin:
+    """Returns what ends a pin."""
+    return Unpin(str(pin.pin), pin.tenant, pin.cache_salt)

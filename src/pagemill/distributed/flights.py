@@ -60,6 +60,12 @@ class Flight:
         return self.asked.params.n == 1 and self.asked.beam is None
 
     @property
+    def began_again(self) -> bool:
+        """Returns whether its replica computes all of its sequences once more, those too that the front end has
+        ended."""
+        return self.num_sent > 1 and not self.goes_on
+
+    @property
     def is_suspect(self) -> bool:
         """Returns whether so many replicas were lost under it that it is sent to no other."""
         return self.num_losses >= MAX_LOSSES
@@ -117,14 +123,10 @@ class Flights:
         replica has by now, and tokens that have come before. A request forgotten has ended, see `get`."""
         return [new for output in outputs for new in self._take(replica, output)]
 
-    def pins_of(self, replica: str, outputs: Iterable[SequenceOutput]) -> dict[str, EngineRequest]:
-        """Returns the requests that become pins of those that end in a replica, by id."""
+    def ending(self, replica: str, outputs: Iterable[SequenceOutput]) -> dict[str, Flight]:
+        """Returns the requests of which a sequence ends in a replica, by id."""
         ending = (self._flights.get(each.request_id) for each in outputs if each.finish_reason is not None)
-        return {
-            flight.asked.request_id: flight.asked
-            for flight in ending
-            if flight is not None and flight.asked.pin is not None and flight.replica == replica
-        }
+        return {one.asked.request_id: one for one in ending if one is not None and one.replica == replica}
 
     def to_send(self, flight: Flight, replica: str, *, prefills: bool = False) -> EngineRequest:
         """Returns what a replica is asked so that a request goes on there, and notes that it has it.

@@ -36,4 +36,4 @@ class Losses:
         if len(self._times) <= self._limits.max_engine_restarts:
             return None
         lost = f"replicas were lost {len(self._times)} times in {window_s:g} s"
-        return f"no replica is left, and {lost} (max_engine_restarts)"
+        return f"no replica is left, and {lost}, more than max_engine_restarts, {self._limits.max_engine_restarts}"

@@ -18,7 +18,8 @@ LOGGER = logging.getLogger(__name__)
 
 
 class Peers:
-    """links: connections to replicas, by name, as they are at each call."""
+    """Compares replicas, and says who holds what another lacks. links: connections to replicas, by name, as they are at
+    each call."""
 
     def __init__(self, links: Mapping[str, ReplicaLink]) -> None:
         self._links = links

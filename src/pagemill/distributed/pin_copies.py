@@ -35,17 +35,21 @@ class PinCopies:
         self._under_way[copy.request_id] = link.name, copy
         link.send(copy)
 
-    def take(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Notes which copies have ended; other outputs are ignored."""
+    def take(self, outputs: Iterable[SequenceOutput]) -> list[EngineRequest]:
+        """Notes which copies have ended; other outputs are ignored. Returns those that have been made."""
+        made = []
         for output in outputs:
             if output.finish_reason is None:
                 continue
             name, pin = self._under_way.pop(output.request_id, ("", None))
-            if pin is not None and output.error is not None:
+            if pin is not None and output.error is None:
+                made.append(pin)
+            elif pin is not None and output.error is not None:
                 LOGGER.error(
                     "pin %r of tenant %r could not be made in replica %s: %s",
                     *(pin.pin, pin.tenant, name, output.error.message),
                 )
+        return made
 
     def forget(self, name: str) -> None:
         """Forgets the copies of a replica that is gone."""

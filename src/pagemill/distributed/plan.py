@@ -62,7 +62,12 @@ class FleetPlan:
             known = " or ".join(ROUTING_POLICIES)
             raise ConfigError(f"routing is {shown(self.routing)}; it must be {known}", param="routing")
         least = self.replicas if isinstance(self.replicas, int) else self.replicas[0]
-        if not 0 <= self.prefill_replicas < max(1, least):
+        if isinstance(self.prefill_replicas, bool) or self.prefill_replicas < 0:
+            raise ConfigError(
+                f"prefill_replicas is {self.prefill_replicas}; it must be an integer from 0 on",
+                param="prefill_replicas",
+            )
+        if self.prefill_replicas >= max(1, least):
             raise ConfigError(
                 f"prefill_replicas is {self.prefill_replicas} of {least} replicas; one at least must go on with the "
                 f"prompts that these compute: lower it, or raise replicas",

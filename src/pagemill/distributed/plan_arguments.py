@@ -22,6 +22,11 @@ SECRET = "PAGEMILL_KV_TRANSFER_SECRET"
 LEAST_SECRET = 32
 """Bytes of a secret that nobody guesses from what goes over the network."""
 
+OWN = frozenset({
+    "replicas", "min_replicas", "max_replicas", "served_model_name", "routing", "tenants", "prefill_replicas",
+    "kv_transfer", "kv_transfer_host", "engine_resources", "front_end_resources",
+})  # fmt: skip
+"""Arguments of a fleet, beside those of engines and of the server."""
 OF_PROXIES = (
     "ssl_certfile", "ssl_keyfile", "forwarded_allow_ips", "max_connections", "max_connections_per_client",
     "request_timeout_s", "reading_timeout_s",
@@ -75,8 +80,7 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
     )
     if left:
         name = next(iter(left))
-        own = {"replicas", "routing", "tenants", "prefill_replicas", "kv_transfer", "kv_transfer_host"}
-        known = sorted({each.name for each in fields(EngineConfig)} | own)
+        known = sorted({each.name for each in fields(EngineConfig)} | OWN)
         raise ConfigError(f"there is no argument {shown(name)}; known are {', '.join(known)} and those of the server")
     plan.engine_config()
     return plan

@@ -99,10 +99,13 @@ class ReplicaLink:
     async def close(self) -> None:
         """Lets the replica end the stream behind what is on its way; it has nothing of this front end then."""
         with contextlib.suppress(Exception):
-            await self._handle.close.remote(self._front_end, replica=self.name)
+            await asyncio.wait_for(self._ask_to_close(), PING_S)
         with contextlib.suppress(asyncio.CancelledError, asyncio.TimeoutError):
             await asyncio.wait_for(self._tasks[0], PING_S)
         self._end(EngineDeadError(f"the connection to replica {self.name} was closed"))
+
+    async def _ask_to_close(self) -> None:
+        await self._handle.close.remote(self._front_end, replica=self.name)
 
     async def _receive(self) -> None:
         try:
@@ -111,7 +114,7 @@ class ReplicaLink:
                 self._take(batch)
             why = "it has ended"
         except Exception as error:  # Ray raises children of several classes for what is gone
-            why = f"{type(error).__name__}"
+            why = _said(error)
         if self._taking is not None:
             await asyncio.wait({self._taking}, timeout=LAST_S)
         self._end_for(why)
@@ -131,7 +134,7 @@ class ReplicaLink:
                 self._take(batch)
                 batch = await connection.receive()
         except Exception as error:
-            why = f"{type(error).__name__}"
+            why = _said(error)
         self._end_for(why)
 
     def _end_for(self, why: str) -> None:
@@ -153,7 +156,7 @@ class ReplicaLink:
                 except OSError:
                     return  # who takes what comes sees that too, behind the replica's last words
         except Exception as error:
-            self._end(EngineDeadError(f"replica {self.name} is gone ({type(error).__name__})"))
+            self._end(EngineDeadError(f"replica {self.name} is gone ({_said(error)})"))
 
     async def _deliver(self, number: int, batch: bytes) -> None:
         """Sends a batch until it has arrived, so that a call that was lost on the way costs a second."""
@@ -205,6 +208,14 @@ class ReplicaLink:
                 task.cancel()
         self._questions.refuse(death)
         self._user.note_end(self)
+
+
+def _said(error: Exception) -> str:
+    """Returns what is said of an error that has ended a connection. One that no lost connection raises is logged whole:
+    this side has a bug."""
+    if not (isinstance(error, (OSError, EngineDeadError)) or type(error).__module__.startswith("ray.")):
+        LOGGER.error("a connection to a replica ends by an error of this side", exc_info=error)
+    return type(error).__name__
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -36,8 +36,8 @@ FIRST_ANSWER_TOKENS = 128.0
 LEAST_SPLIT_TOKENS = 128
 """A prompt of which fewer tokens are to be computed is not worth two replicas."""
 HOLDS_UP = 0.5
-"""A second for a prompt counts as so many more for each usual prompt that replicas have yet to compute, in their mean:
-about as many come while it takes, and wait behind it."""
+"""A second for a prompt counts as 1 + HOLDS_UP x N seconds, where N is how many usual prompts a replica has yet to
+compute, in the mean. About as many more come while the prompt is computed, and wait behind it."""
 HELD_UP = 2.0
 """A second by which a prompt holds up an answer under way counts as so many seconds before a first token."""
 FADING = 0.05

@@ -103,8 +103,11 @@ class TenantShares:
             told.pop(tenant, None)
 
     def served_elsewhere(self, replica: str) -> dict[str, int]:
-        """Returns by how many of the tokens that other replicas have computed since the last call for this one tenants
-        are ahead, as far as these count (`MOST_ELSEWHERE`). What was before the first call is nobody's lead."""
+        """Returns, by tenant, how many tokens it is ahead, as far as these count (`MOST_ELSEWHERE`).
+
+        Counted are tokens that other replicas have computed since this was asked last for this one. What was before the
+        first call is nobody's lead.
+        """
         news = {}
         if len(self._served) > 1:
             for tenant, served in self._served.items():
