@@ -25,6 +25,7 @@ from pagemill.memory.digest import extend_chain
 from pagemill.memory.work import MemoryWork
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import StepPlan
+from pagemill.tenant_limits import TenantLimits
 
 LENGTH, BLOCKS = 200, 12
 """The length of each prompt, in tokens and in whole blocks."""
@@ -418,3 +419,12 @@ def test_of_what_does_not_fit_on_disk_the_most_recent_is_kept(conversations, mak
 
     assert kept_of(conversations) == [0, 0, 0, 6, BLOCKS, BLOCKS]
     assert kept_of([conversations[4], conversations[0]]) == [BLOCKS, 0, 0, 0, BLOCKS, 6]
+
+
+def test_an_engine_that_is_refused_leaves_no_tier_open(tmp_path, make_engine):
+    wrong = {"tenants": {"a": TenantLimits(guaranteed_blocks=10**6)}}
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="1000000 blocks would be guaranteed"):
+            make_engine(**SMALL, kv_disk_memory="20MiB", kv_disk_path=str(tmp_path), **wrong)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

@@ -229,6 +229,30 @@ def test_a_last_step_is_taken_in_at_once(marked, make_engine):
     assert core.stats().frames_active == 0
 
 
+def test_a_load_that_a_plan_has_begun_in_vain_ends_before_the_pool_shrinks(prompts, make_engine):
+    """Its blocks would be moved, and it would bring what it brings to where they were."""
+    long = [token for prompt in prompts for token in prompt][:200]
+    core = make_engine(late=True, max_model_len=352, kv_memory=30 * FRAME_BYTES, kv_host_memory=80 * FRAME_BYTES)
+    first = drive(core, [request("long", long, GREEDY)])
+    for other in (long[::-1], long[100:] + long[:100]):
+        drive(core, [request("other", other, GREEDY)])
+    assert core.stats().blocks_saved > 0
+    core.add_request(request("ends", prompts[1], SamplingParams(temperature=0.0, max_tokens=1)))
+    core.step()
+    core.add_request(request("long again", long, GREEDY))
+    core.step()
+    assert core.scheduler.num_loading == 1
+    core.resize(24 * FRAME_BYTES)
+    assert core.scheduler.num_loading == 0
+    core.memory.check()
+    outputs = []
+    while core.has_work():
+        outputs += core.step()
+    again = [token for each in outputs if each.request_id == "long again" for token in each.new_token_ids]
+    assert again == first.tokens["long", 0]
+    core.close()
+
+
 def test_a_step_takes_from_one_end_to_the_next(marked, make_engine, monkeypatch):
     core, noted, now = make_engine(late=True), [], [100.0]
     monkeypatch.setattr("pagemill.engine.step_loop.time.monotonic", lambda: now[0])

@@ -39,6 +39,17 @@ def test_a_newcomer_does_not_wait_for_a_flood_nor_get_what_it_did_not_use():
     assert owners.count("b") == 5
 
 
+def test_who_comes_again_and_again_is_not_forgotten_in_between():
+    queue, owners = FairQueue(), []
+    for _ in range(100):
+        queue.put("small", LEAST, int)
+    while owners.count("small") < 100:
+        if owners[-1:] != ["small"]:  # the last one has been taken
+            queue.put("large", 16_000, int)
+        owners += [owner for owner, _ in take(queue, 1)]
+    assert owners.count("large") <= 100 * LEAST // 16_000 + 1
+
+
 def test_short_work_passes_long_work_of_the_same_tenant_but_not_for_ever():
     queue = FairQueue()
     queue.put("a", LONG, int)

@@ -29,6 +29,7 @@ def inputs():
         block_size=16,
         num_frames=4,
         kv_bytes=4096,
+        kv_memory=4096,
         eos_token_ids=[2],
         hidden_size=576,
         model="",
@@ -239,3 +240,13 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(inputs, monkey
             errors.PromptTooLongError, match=r"characters, at least \d+ tokens, .*: max_model_len is 32"
         ):
             ask()
+
+
+def test_a_prompt_without_an_answer_may_take_the_whole_context(inputs):
+    whole = [5] * 32
+    for params, more in ((None, {"pooling": PoolingParams()}), (SamplingParams(max_tokens=0), {})):
+        assert len(inputs.process(whole, params, "r", **more).asked.prompt_token_ids) == 32
+        with pytest.raises(errors.PromptTooLongError, match="33 tokens, which is longer"):
+            inputs.process([*whole, 5], params, "r", **more)
+    with pytest.raises(errors.PromptTooLongError, match="32 tokens, which with one for the answer"):
+        inputs.process(whole, SamplingParams(), "r")

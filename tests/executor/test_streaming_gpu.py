@@ -352,6 +352,8 @@ def test_an_engine_streams_to_its_device(deep_model, device) -> None:
     assert run.last["long", 0].kv_blocks[1] >= 8
     assert core.resize(11 * FRAME_BYTES).num_frames == POOL - 1
     assert core.resize(LONG["kv_memory"]).num_frames == POOL
+    for _ in range(2):  # as sleeping and waking up do
+        assert core.resize(core.ready.kv_memory).num_frames == POOL
     core.close()
 
 

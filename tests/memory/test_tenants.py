@@ -110,6 +110,20 @@ def test_what_a_lost_block_was_used_for_does_not_count_for_the_next_in_its_place
     assert pool.memory.tenants["a"].evictions == evictions, "used twice, it stayed"
 
 
+def test_what_is_opened_and_not_used_does_not_count_as_a_use():
+    pool = Pool(4, policy="lfu")
+    for _ in range(2):
+        pool.cache("a", 1)
+    pool.cache("a", 1, first=100)
+    for _ in range(9):
+        table = pool.run("a", 1, first=100)
+        pool.memory.close(table, pool.steps, used=False)
+    pool.run("a", 3, first=200)
+    evictions = pool.memory.tenants["a"].evictions
+    pool.cache("a", 1)
+    assert pool.memory.tenants["a"].evictions == evictions, "used twice, it stayed"
+
+
 def test_what_is_guaranteed_stays_what_is_borrowed_goes():
     pool = Pool(12, a=(4, 12))
     pool.cache("a", 6)
@@ -241,6 +255,7 @@ def test_what_nobody_uses_leaves_the_pool_in_time(policy):
     assert memory.end_idle(24.0) == 30.0
     assert memory.end_idle(30.0) == 40.0
     assert pool.charges() == {"b": (0, 2)}
+    assert memory.tenants["a"].evictions == 0, "nobody lacked room"
     memory.tenants["a"].set_idle_timeout(None)
     assert memory.end_idle(1e9) == float("inf")
     memory.check()

@@ -134,6 +134,17 @@ def test_pins_of_few_blocks_are_counted_too(tmp_path):
     bench.run()
 
 
+def test_a_pin_that_takes_the_place_of_another_is_not_one_more():
+    bench = Bench(frames=40, block_size=SIZE, budget=64)
+    bench.scheduler.set_tenant("a", TenantLimits(max_pinned_blocks=1))
+    for number in range(2):
+        bench.scheduler.add(make_request(f"r{number}", [1] * SIZE, 1, tenant="a", pin="system"))
+        bench.run_steps()
+    with pytest.raises(PinLimitError, match="number 2 of tenant 'a'"):
+        bench.scheduler.add(make_request("one too many", [1] * SIZE, 1, tenant="a", pin="other"))
+    bench.run()
+
+
 @pytest.mark.parametrize(
     ("tenants", "guaranteed"),
     [

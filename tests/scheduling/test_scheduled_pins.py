@@ -95,6 +95,20 @@ def test_a_pinned_prefix_counts_once_for_who_begins_with_it(lower):
     bench.assert_all_free()
 
 
+def test_what_another_engine_has_answered_is_part_of_what_must_fit():
+    bench = Bench(frames=20, budget=16)
+    bench.scheduler.add(make_request("pin", [1, 2] * 14, 1, pin="p"))
+    bench.run_steps()
+    refused, taken = (make_request("goes on", [9] * 10, 300, ignore_eos=True) for _ in range(2))
+    for each in (refused, taken):
+        each.params.max_tokens, each.answered = None, [5] * 60
+    with pytest.raises(RequestTooLargeError, match=r"takes 18 KV blocks of 4 tokens, but the pool has 20, of which"):
+        bench.scheduler.add(refused)
+    bench.scheduler.pins.unpin("p", Namespace(), bench.now)
+    bench.scheduler.add(taken)
+    assert taken.max_len == 20 * 4 + 1
+
+
 @pytest.mark.parametrize(
     ("windows", "pinned", "most"), [((None, 6), 7 + 2, 32 * 4 + 1), ((40, None), 7 + 7, 20 * 4 + 1), ((6,), 2, 500)]
 )

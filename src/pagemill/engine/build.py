@@ -50,21 +50,26 @@ def build(
         publishes,
     )
     tiers = make_tiers(config, executor, memory, streamed, publishes, peering)
-    scheduler = Scheduler(
-        memory,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        eos_token_ids=frozenset(facts.eos_token_ids),
-        ageing_s=config.ageing_s,
-        enable_prefix_caching=config.enable_prefix_caching,
-        stored=None if tiers is None else tiers.stored,
-        max_pinned_share=config.max_pinned_share,
-        target_tpot_s=_target_s(config.target_tpot_ms),
-        compacts=config.kv_compaction == "auto" and facts.compacts,
-        drafter=_drafter(config, facts),
-    )
-    for name, limits in config.tenants.items():
-        scheduler.set_tenant(name, limits)
+    try:
+        scheduler = Scheduler(
+            memory,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            eos_token_ids=frozenset(facts.eos_token_ids),
+            ageing_s=config.ageing_s,
+            enable_prefix_caching=config.enable_prefix_caching,
+            stored=None if tiers is None else tiers.stored,
+            max_pinned_share=config.max_pinned_share,
+            target_tpot_s=_target_s(config.target_tpot_ms),
+            compacts=config.kv_compaction == "auto" and facts.compacts,
+            drafter=_drafter(config, facts),
+        )
+        for name, limits in config.tenants.items():
+            scheduler.set_tenant(name, limits)
+    except BaseException:
+        if tiers is not None:
+            tiers.close()
+        raise
     return memory, tiers, scheduler, streamed
 
 

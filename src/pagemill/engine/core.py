@@ -106,7 +106,12 @@ class EngineCore:
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queues a request. Raises `InvalidRequestError` children, and then holds nothing of it."""
+        """Queues a request. Raises `InvalidRequestError` children, and then holds nothing of it.
+
+        What it says of its fleet counts at once, and of requests that are refused too: it is not said again.
+        """
+        self.scheduler.note_served_elsewhere(request.served_elsewhere)
+        self.scheduler.tenants.note_parts(request.guaranteed_here)
         if request.request_id in self.scheduler.state.requests or request.request_id in self._preparing:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
@@ -128,8 +133,6 @@ class EngineCore:
             if self._gave_back and error.blocks <= self.scheduler.tenants.may_have(asked.tenant, at_start, error.limit):
                 raise intake.may_come_again(error.blocks, self.memory.num_frames, at_start) from None
             raise
-        self.scheduler.note_served_elsewhere(request.served_elsewhere)
-        self.scheduler.tenants.note_parts(request.guaranteed_here)
         self._prompt_tokens += len(request.prompt_token_ids)
         if self.tiers is not None:
             self.tiers.note_held(request, root)
@@ -222,9 +225,9 @@ class EngineCore:
         self._was_stuck = stuck
         begin = time.monotonic()
         self._finish_loads(LOAD_WAIT_S)
+        self._stalled_s += time.monotonic() - begin
         if self._preparing and not self.scheduler.has_work():
             time.sleep(PREPARING_WAIT_S)
-        self._stalled_s += time.monotonic() - begin
         return ended
 
     def take_held(self) -> Held | None:
@@ -250,8 +253,7 @@ class EngineCore:
             free += (self.memory.num_frames + taken) * frame_bytes
             frames = max(1, num_frames(frame_bytes, 0, free=free, total=total, kv_memory=kv_memory) - taken)
         self._drain()
-        while self.tiers is not None and self.tiers.transfers.loading:
-            self._finish_loads(LOAD_WAIT_S)
+        self._end_loads()
         self.scheduler.check_size(frames)
         before = self.memory.num_frames
         if frames > before:
@@ -281,9 +283,10 @@ class EngineCore:
         while requests or pins hold blocks: then these, and all others, stay."""
         self._drain()
         self._save_evicted()
-        if (drafter := self.scheduler.drafter) is not None and drafter.answers is not None:
+        done = self.memory.reset()
+        if done and (drafter := self.scheduler.drafter) is not None and drafter.answers is not None:
             drafter.answers.clear()
-        return self.memory.reset()
+        return done
 
     def pins(self) -> PinList:
         """Returns what is pinned now."""
@@ -416,6 +419,16 @@ class EngineCore:
             if self.tiers is not None:
                 self.tiers.transfers.load(load)
 
+    def _end_loads(self) -> None:
+        """Waits for all loads: those under way, and those that a plan has begun which came to nothing. No step is in
+        flight."""
+        if self.scheduler.num_loading and self.memory.has_copies:
+            plan = self.scheduler.state.batch.plan({})
+            self._ended += self._loop.run(plan, time.monotonic()) + self._loop.drain()
+        while self.scheduler.num_loading:
+            self._start_loads()
+            self._finish_loads(LOAD_WAIT_S)
+
     def _finish_loads(self, wait_s: float) -> None:
         """Takes in the loads that are over; waits up to `wait_s` seconds for one."""
         if self.tiers is not None and self.tiers.transfers.loading:
@@ -440,6 +453,7 @@ class EngineCore:
             num_frames=num_frames,
             num_groups=len(self.memory.windows),
             kv_bytes=num_frames * facts.frame_bytes,
+            kv_memory=(num_frames + frames_taken(facts, self._streamed)) * facts.frame_bytes,
             eos_token_ids=sorted(facts.eos_token_ids),
             hidden_size=facts.hidden_size,
             model=facts.description,

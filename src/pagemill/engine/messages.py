@@ -47,8 +47,8 @@ class Start(msgspec.Struct, tag=True):
     """Load this model. The first message to an engine process."""
 
     config: EngineConfig
-    kv_bytes: int | None = None
-    """Size of the KV pool once it has loaded; None: as the config says."""
+    kv_memory: int | None = None
+    """What to resize the KV pool to once it has loaded; None: as the config says."""
     tenants: dict[str, TenantLimits] = {}
     """Tenants to set then, beside those of the config."""
     adapters: list[LoRARequest] = []
@@ -290,6 +290,10 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     block_size: int
     num_frames: int
     kv_bytes: int
+    """Counts the pool's own bytes."""
+    kv_memory: int
+    """Counts the bytes that a `ResizePool` names for the present size: the pool's, and what streamed blocks take beside
+    it on a GPU."""
     eos_token_ids: list[int]
     hidden_size: int
     """Numbers of an embedding."""

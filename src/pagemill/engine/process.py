@@ -68,8 +68,8 @@ def main(descriptor: int) -> int:
             if not first or not isinstance(start := first[0], Start):
                 return 1
             core = EngineCore(start.config, _progress(channel), publishes=start.publishes, peering=start.peering)
-            if start.kv_bytes is not None and start.kv_bytes != core.ready.kv_bytes:
-                core.resize(start.kv_bytes)
+            if start.kv_memory is not None and start.kv_memory != core.ready.kv_memory:
+                core.resize(start.kv_memory)
             for name, limits in start.tenants.items():
                 core.set_tenant(name, limits)
             for adapter in start.adapters:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pagemill.config import EngineConfig, Settings, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
@@ -46,8 +46,6 @@ from pagemill.sessions.record import SessionRecord
 from pagemill.sessions.store import SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -292,7 +290,9 @@ class AsyncLLM(AsyncControls):
     def running(self, request_id: str, space: Namespace | None = None) -> RequestState:
         """Returns a request that has not ended, of any namespace if that is None. Raises `RequestNotFoundError`."""
         if self._frontend is None:
-            raise RequestNotFoundError(f"no request {request_id!r} is running: the model is being loaded")
+            raise RequestNotFoundError(
+                f"no request {request_id!r} is running: the model is being loaded; wait for ready()"
+            )
         return self._frontend.running(request_id, space)
 
     async def requests(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[RunningRequest]:

@@ -51,7 +51,7 @@ class FairQueue:
 
     The first thread takes any work, the others only short one: no short work waits behind a long one, whosever that is.
 
-    An owner that comes back is set to what the others have had, so that nobody saves up. Within an owner, work goes
+    An owner that comes back has at least what the others have had, so that nobody saves up. Within an owner, work goes
     first that would end first if all of it were done at once, a little of each in turn (its tag): short before long,
     and nothing is passed for ever.
     """
@@ -89,6 +89,8 @@ class FairQueue:
                 work.waits = not work.future.cancel()
                 return work
             mine = self._owners.setdefault(owner, _Owner(self._level))
+            if not mine.waiting:
+                mine.service = max(mine.service, self._level)
             mine.waiting += 1
             heap = mine.short if size <= SHORT else mine.long
             heapq.heappush(heap, (mine.tag + max(size, LEAST), next(self._numbers), work))
@@ -149,7 +151,8 @@ class FairQueue:
         for name, owner in list(self._owners.items()):
             heaps = [heap for heap in (owner.short, owner.long) if _has_work(heap)]
             if not heaps:
-                del self._owners[name]
+                if owner.service <= self._level:  # else it comes back with what it has had
+                    del self._owners[name]
             elif (not only_short or owner.short) and (found is None or owner.service < found[0].service):
                 found = owner, owner.short if only_short else min(heaps, key=lambda heap: heap[0])
         if found is None:

@@ -96,7 +96,8 @@ class Frontend(RunningRequests):
         if not 0 <= index < len(origin.sequences):
             raise InvalidRequestError(
                 f"the request {origin.request_id!r} has {len(origin.sequences)} sequences, and none with the index "
-                f"{index}; name one from 0 on"
+                f"{index}; name one from 0 to {len(origin.sequences) - 1}",
+                param="index",
             )
         if origin.asked.beam is not None:
             raise InvalidRequestError(

@@ -90,7 +90,8 @@ class InputProcessor:
                 f"priority is {shown(priority)}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
                 param="priority",
             )
-        text, token_ids, salt, own_ends = self._read(prompt)
+        answered = pooling is None and getattr(params, "max_tokens", None) != 0
+        text, token_ids, salt, own_ends = self._read(prompt, answered=answered)
         ends = own_ends if ends is None else ends
         tenant, salt = Namespace(tenant, salt)
         facts = self.facts()
@@ -99,7 +100,7 @@ class InputProcessor:
         if pooling is not None:
             pooling = _own_pooling(pooling)
             params = SamplingParams(temperature=0.0, max_tokens=0, detokenize=False)
-        _check_token_ids(token_ids, facts, answered=getattr(params, "max_tokens", None) != 0)
+        _check_token_ids(token_ids, facts, answered=answered)
         if ends is not None and (pooling is not None or isinstance(params, BeamSearchParams)):
             what = "a beam search, which knows no end but that of a text" if pooling is None else "an embedding"
             raise errors.InvalidRequestError(f"suffix has no meaning with {what}; leave it out", param="suffix")
@@ -142,17 +143,20 @@ class InputProcessor:
         text = self.tokenizer.apply_chat_template(messages, **template)
         return text, self.encode(text, add_special_tokens=False)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, answered: bool = True) -> list[int]:
         """Returns the token ids of a text. Raises `PromptTooLongError` for one that is so long that it cannot fit,
-        before it is tokenized, and what `Tokenizer.encode` raises."""
-        self._check_characters("the prompt has", text)
+        before it is tokenized, and what `Tokenizer.encode` raises.
+
+        answered: whether a token must be left for the answer.
+        """
+        self._check_characters("the prompt has", text, answered=answered)
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _check_characters(self, who_has: str, *texts: str) -> None:
+    def _check_characters(self, who_has: str, *texts: str, answered: bool = True) -> None:
         limit, count = self.facts().max_model_len, sum(map(len, texts))
-        if count > limit and (fewest := sum(map(self.tokenizer.fewest_tokens, texts))) >= limit:
+        if count > limit and (fewest := sum(map(self.tokenizer.fewest_tokens, texts))) + answered > limit:
             raise errors.PromptTooLongError(
-                f"{who_has} {count} characters, at least {fewest} tokens, which with one for the answer "
+                f"{who_has} {count} characters, at least {fewest} tokens, which{' with one for the answer' * answered} "
                 f"{TOO_LONG}: max_model_len is {limit}; shorten the prompt or raise max_model_len",
                 param="prompt",
             )
@@ -176,7 +180,7 @@ class InputProcessor:
         ends = [token_id for token_id in form.end_token_ids if token_id not in facts.eos_token_ids]
         return _Read(text, form.encode(text, suffix), salt, ends)
 
-    def _read(self, prompt: Prompt) -> _Read:
+    def _read(self, prompt: Prompt, *, answered: bool) -> _Read:
         given = as_mapping(prompt)
         for key in given:
             if key not in PROMPT_KEYS:
@@ -193,7 +197,8 @@ class InputProcessor:
                 f"the prompt is of type {type(text).__name__}; it must be text", param="prompt"
             )
         if isinstance(token_ids, (list, array)):
-            self.facts().check_prompt_length(len(token_ids))  # before anybody looks at a million of them
+            # before anybody looks at a million of them
+            self.facts().check_prompt_length(len(token_ids), answered=answered)
         if suffix is not None and (suffix or not isinstance(suffix, str)):
             if text is None or token_ids is not None:
                 raise errors.InvalidRequestError(
@@ -202,7 +207,8 @@ class InputProcessor:
                     param="suffix",
                 )
             return self._read_around(text, suffix, salt)
-        return _Read(text, self.encode(text or "") if token_ids is None else token_ids_of(token_ids), salt)
+        ids = self.encode(text or "", answered=answered) if token_ids is None else token_ids_of(token_ids)
+        return _Read(text, ids, salt)
 
     def _fit_params(
         self, params: SamplingParams, prompt_len: int, ends: Sequence[int] | None, facts: EngineReady

@@ -93,12 +93,11 @@ class LLM:
         """
         listed = as_list_of_prompts(prompts)
         params = one_per_prompt(sampling_params, len(listed), "params")
-        priorities = one_per_prompt(priority, len(listed), "priorities")
-        tenants = one_per_prompt(tenant, len(listed), "tenants")
-        adapters = one_per_prompt(lora_request, len(listed), "lora_request")
         requests = [
-            immediately(self.frontend.prepare(prompt, each, priority=rank, tenant=owner, lora_request=adapter))
-            for prompt, each, rank, owner, adapter in zip(listed, params, priorities, tenants, adapters, strict=True)
+            immediately(self.frontend.prepare(prompt, each, **asked))
+            for prompt, each, asked in zip(
+                listed, params, _each(len(listed), priority, tenant, lora_request), strict=True
+            )
         ]
         return self._run(requests, use_tqdm)
 
@@ -134,8 +133,8 @@ class LLM:
         for found in output.outputs:
             assert found.cumulative_logprob is not None
             tokens = output.prompt_token_ids + found.token_ids
-            shown = len(tokens) - (found.finish_reason == "stop" and not params.include_stop_str_in_output)
-            text = self.frontend.inputs.tokenizer.decode(tokens[:shown])
+            num_shown = len(tokens) - (found.finish_reason == "stop" and not params.include_stop_str_in_output)
+            text = self.frontend.inputs.tokenizer.decode(tokens[:num_shown])
             sequences.append(BeamSearchSequence(tokens, text, found.cumulative_logprob, found.finish_reason))
         return BeamSearchOutput(sequences)
 
@@ -187,21 +186,11 @@ class LLM:
         """
         listed = as_list_of_prompts(prompts)
         pooling = one_per_prompt(pooling_params, len(listed), "pooling_params")
-        priorities = one_per_prompt(priority, len(listed), "priorities")
-        tenants = one_per_prompt(tenant, len(listed), "tenants")
-        adapters = one_per_prompt(lora_request, len(listed), "lora_request")
         requests = [
-            immediately(
-                self.frontend.prepare(
-                    prompt,
-                    None,
-                    pooling=PoolingParams() if each is None else each,
-                    priority=rank,
-                    tenant=owner,
-                    lora_request=adapter,
-                )
+            immediately(self.frontend.prepare(prompt, None, pooling=PoolingParams() if each is None else each, **asked))
+            for prompt, each, asked in zip(
+                listed, pooling, _each(len(listed), priority, tenant, lora_request), strict=True
             )
-            for prompt, each, rank, owner, adapter in zip(listed, pooling, priorities, tenants, adapters, strict=True)
         ]
         self._run(requests, use_tqdm)
         return [embedding_of(request) for request in requests]
@@ -369,3 +358,14 @@ def _interrupts_after_steps() -> Iterator[threading.Event]:
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _each(count: int, priority: Any, tenant: Any, lora_request: Any) -> list[dict[str, Any]]:
+    """Returns what `prepare` takes beside prompt and parameters, for each of `count` prompts."""
+    priorities = one_per_prompt(priority, count, "priorities")
+    tenants = one_per_prompt(tenant, count, "tenants")
+    adapters = one_per_prompt(lora_request, count, "lora_request")
+    return [
+        {"priority": rank, "tenant": owner, "lora_request": adapter}
+        for rank, owner, adapter in zip(priorities, tenants, adapters, strict=True)
+    ]

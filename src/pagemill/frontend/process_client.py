@@ -99,7 +99,7 @@ class ProcessClient:
             raise self.ended
         self._loaded, self._child = False, spawn()
         adapters = [LoRARequest(each.name, each.number, each.path) for each in self.facts.adapters]
-        start = messages.Start(replace(self._config, tenants={}), self.facts.kv_bytes, dict(tenants), adapters)
+        start = messages.Start(replace(self._config, tenants={}), self.facts.kv_memory, dict(tenants), adapters)
         self._child.socket.sendall(frame(start))
         await self.load(on_progress)
         self.interrupted = None

@@ -146,7 +146,9 @@ class SessionTurns:
             return prompt, [*history, *token_ids]
         if isinstance(prompt, Mapping):
             raise InvalidRequestError(
-                f"a session's prompt is text or token ids, not {type(prompt).__name__}", param="prompt"
+                f"a session's prompt is text or token ids, not {type(prompt).__name__}; give the text itself, or "
+                f"messages to chat()",
+                param="prompt",
             )
         return None, [*history, *token_ids_of(prompt)]
 

@@ -33,7 +33,7 @@ class Sleep:
                 param="level",
             )
         if not self.asleep:
-            size = self._client.facts.kv_bytes
+            size = self._client.facts.kv_memory
             await self._client.ask(ResizePool("used"))
             self._bytes = size
 

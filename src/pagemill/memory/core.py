@@ -221,10 +221,15 @@ class MemoryCore:
     def evict(self, tenant: Tenant, count: int) -> None:
         """Ends the `count` cached blocks that the tenant's policy gives up first."""
         victim = tenant.policy.victim
-        self._end_cached([victim() for _ in range(count)], tenant)
+        victims = [victim() for _ in range(count)]
+        for block in victims:
+            if self.blocks.group[block] == self.index.leading:
+                self.ghosts.evicted(self.index.digest[block])
+        tenant.evictions += count
+        self._end_cached(victims, tenant)
 
     def end_idle(self, now: float) -> float:
-        """Ends cached blocks that were idle for their tenant's time-out.
+        """Ends cached blocks that were idle for their tenant's time-out. Nobody lacked room, so these are no evictions.
 
         Returns when to call it again, at the latest (inf: never).
         """
@@ -240,15 +245,13 @@ class MemoryCore:
         unpublish, group = self.index.forget, self.blocks.group
         self._offer(victims)
         for block in victims:
-            if group[block] == self.index.leading:
-                self.ghosts.evicted(self.index.digest[block])
             unpublish(block, group[block])
-        tenant.evictions += len(victims)
         tenant.charged -= len(victims)
         self.frames.give(self.blocks.end(victims))
 
     def _evict_streamed(self, count: int) -> None:
-        """Ends the `count` cached streamed blocks used longest ago. Blocks of the pool behind them may outlive them."""
+        """Ends the `count` cached streamed blocks used longest ago. Blocks that hang on them and lie in the pool stay,
+        though nobody finds them any more."""
         victims = [self.streamed.cached.victim() for _ in range(count)]
         self._offer(victims)
         for block in victims:

@@ -41,6 +41,9 @@ class EvictionPolicy(ABC):
         """Takes out a block that is used again. Raises KeyError if it was not cached."""
         del self._since[block]
 
+    def unuse(self, block: int) -> None:  # noqa: B027, most policies do not count
+        """Notes that a block was taken out and not used."""
+
     @abstractmethod
     def victim(self) -> int:
         """Takes out the block that goes first, which ends. Raises KeyError if there is none."""
@@ -120,6 +123,10 @@ class GreedyDual(EvictionPolicy):
 
     def remove(self, block: int) -> None:
         del self._since[block], self._entries[block]
+
+    def unuse(self, block: int) -> None:
+        if block in self._uses:
+            self._uses[block] -= 1
 
     def victim(self) -> int:
         while self._heap:

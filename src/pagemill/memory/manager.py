@@ -148,9 +148,12 @@ class MemoryManager:
         """
         reservation.truncate(self.core, table, length)
 
-    def close(self, table: BlockTable, now: float) -> None:
-        """Gives back all that the table holds, and its row. Raises KeyError if it is not open."""
-        reservation.close(self.core, table, now)
+    def close(self, table: BlockTable, now: float, *, used: bool = True) -> None:
+        """Gives back all that the table holds, and its row. Raises KeyError if it is not open.
+
+        used: whether that counts as a use of the blocks that it found, by which some policies evict.
+        """
+        reservation.close(self.core, table, now, used=used)
 
     def place(self, table: BlockTable, row: int) -> None:
         """Gives the table a row of the persistent batch; the device learns all of its entries with the next `drain`."""

@@ -123,7 +123,8 @@ class Pins:
                 f"{len(pinned) + more} pinned, over its max_pinned_blocks, {most}; unpin something, or raise it",
                 param="prompt",
             )
-        pins, limit = self._count(space.tenant) + 1, limit if most is None else most
+        replaces = (space, name) in self._pins
+        pins, limit = self._count(space.tenant) + 1 - replaces, limit if most is None else most
         if pins > limit:
             raise PinLimitError(
                 f"pin {name!r} would be number {pins} of tenant {space.tenant!r}, which can have no more pins than "

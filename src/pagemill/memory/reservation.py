@@ -127,8 +127,11 @@ def truncate(core: MemoryCore, table: BlockTable, length: int) -> None:
     core.release(released, table.tenant)
 
 
-def close(core: MemoryCore, table: BlockTable, now: float) -> None:
+def close(core: MemoryCore, table: BlockTable, now: float, *, used: bool = True) -> None:
     """Implements `MemoryManager.close`."""
+    if not used:
+        for block in table.held:
+            table.tenant.policy.unuse(block)
     core.tables.remove(table)
     core.now = now
     released = table.tail_first(0)

@@ -158,7 +158,7 @@ class Tenants:
         return most_borrowed(evictable, lambda o: o.borrowed, wanted)
 
     def loser(self, wanted: int) -> tuple[Tenant, int]:
-        """Returns the same for frames that leave the pool; guaranteed blocks are taken too."""
+        """Returns whose cached blocks end when the pool shrinks, and how many. Guaranteed blocks are taken too."""
         return most_borrowed({tenant: tenant.cached for tenant in self}, lambda tenant: tenant.borrowed, wanted)
 
 

@@ -144,7 +144,7 @@ def _open(
     if limit is None:
         _enter(state, sequence, tenant, opened)
     else:
-        state.memory.close(opened.table, now)
+        state.memory.close(opened.table, now, used=False)
     return limit
 
 

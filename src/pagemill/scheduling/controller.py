@@ -6,8 +6,6 @@ little and lowered at once. It knows no clock.
 
 from __future__ import annotations
 
-import math
-
 CALM = 0.8
 """Steps between this share of the target and the target change nothing."""
 LEAST_PROMPT_TOKENS = 16
@@ -40,10 +38,6 @@ class Controller:
         self._least = min(LEAST_PROMPT_TOKENS, max_num_batched_tokens)
         self._crowded = self._roomy = 0
         self._preemptions = 0
-
-    @property
-    def has_target(self) -> bool:
-        return self.target_s < math.inf
 
     def note_step(self, seconds: float, prompt_tokens: int, generating: int, running: int) -> None:
         """Notes how long a step took.

@@ -98,7 +98,7 @@ def _longest(state: SchedulerState, sequence: Sequence) -> int:
         need = memory.footprint.frames(num_tokens - 1, state.chunk, pinned)
         return not state.tenants.fits(request, need, memory.footprint.pinned(num_tokens - 1, state.chunk, pinned))
 
-    least = sequence.prompt_len + max(request.params.min_tokens, 1)
+    least = max(sequence.prompt_len + max(request.params.min_tokens, 1), len(sequence.tokens) + 1)
     return least + bisect_left(range(least + 1, request.max_len + 1), True, key=lacks_room)
 
 

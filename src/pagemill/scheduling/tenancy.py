@@ -56,7 +56,7 @@ class TenantState:
     def must_wait(self, free_rows: int) -> int:
         """Returns how many of those that wait cannot begin in the next step.
 
-        Once a step has left one waiting, that is all; else there may be blocks for as many as have a row.
+        If the last step has left any of them waiting, all of them count. Else those count for which there is no row.
         """
         own = min(free_rows, self.max_rows - self.rows)
         return self.waiting if self.waiting > self.fresh else max(0, self.waiting - max(0, own))

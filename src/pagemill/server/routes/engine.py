@@ -65,14 +65,14 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
 
     @routes.get("/kv_memory")
     async def kv_memory() -> KVMemory:
-        """Shows the size of the KV pool in bytes."""
-        return KVMemory(kv_memory=(await llm.ready()).kv_bytes)
+        """Shows the bytes that the KV pool has, with what streamed blocks take beside it."""
+        return KVMemory(kv_memory=(await llm.ready()).kv_memory)
 
     @routes.post("/kv_memory")
     async def resize_kv_memory(body: KVMemory, request: Request) -> KVMemory:
         """Gives the KV pool another size, while requests go on."""
         with asked_by_client():
-            size = (await llm.resize_kv_memory(body.kv_memory)).kv_bytes
+            size = (await llm.resize_kv_memory(body.kv_memory)).kv_memory
         audit(request, "KV pool resized", kv_bytes=size)
         return KVMemory(kv_memory=size)
 
