@@ -37,6 +37,9 @@ GPU_SITE := build/gpu-python
 GPU_READY := $(if $(GPU_PYTHON),gpu-python,$(BUILT))
 GPU_RUN = $(if $(GPU_PYTHON),PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON),$(BIN)/python)
 
+# What Python has compiled is kept in .venv. Else each process that imports torch compiles it anew, for two seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-slow test-gpu compile-gpu gpu-python test-minimum test-clients test-ray test-clusters test-faults coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize test-arm wheel clean distclean
