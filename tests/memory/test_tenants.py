@@ -124,6 +124,21 @@ def test_what_is_opened_and_not_used_does_not_count_as_a_use():
     assert pool.memory.tenants["a"].evictions == evictions, "used twice, it stayed"
 
 
+def test_nor_does_that_count_against_a_block_that_somebody_uses_meanwhile():
+    pool = Pool(2, policy="lfu")
+    for first in (0, 100):
+        for _ in range(3):
+            pool.cache("a", 1, first)
+    holder = pool.run("a", 1)
+    for _ in range(9):
+        pool.memory.close(pool.run("a", 1), pool.steps, used=False)
+    pool.memory.close(holder, pool.steps)
+    pool.cache("a", 1, first=200)
+    evictions = pool.memory.tenants["a"].evictions
+    pool.cache("a", 1)
+    assert pool.memory.tenants["a"].evictions == evictions, "used four times, it stayed"
+
+
 def test_what_is_guaranteed_stays_what_is_borrowed_goes():
     pool = Pool(12, a=(4, 12))
     pool.cache("a", 6)

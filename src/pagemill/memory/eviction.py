@@ -125,7 +125,7 @@ class GreedyDual(EvictionPolicy):
         del self._since[block], self._entries[block]
 
     def unuse(self, block: int) -> None:
-        if block in self._uses:
+        if self._uses.get(block, 0) > 0:
             self._uses[block] -= 1
 
     def victim(self) -> int:

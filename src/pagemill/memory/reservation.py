@@ -131,7 +131,8 @@ def close(core: MemoryCore, table: BlockTable, now: float, *, used: bool = True)
     """Implements `MemoryManager.close`."""
     if not used:
         for block in table.held:
-            table.tenant.policy.unuse(block)
+            if core.blocks.references[block] == 1:
+                table.tenant.policy.unuse(block)
     core.tables.remove(table)
     core.now = now
     released = table.tail_first(0)
