@@ -121,9 +121,10 @@ def test_a_server_logs_tokens_and_no_words(served, lines, caplog):
             stream.read()
         http.post("/chat/completions", json={"messages": SECRET}, headers={"X-Request-Id": "three"})
         http.get("/pins", params={"cache_salt": SECRET})
+        http.head("/models", headers={"X-Request-Id": "head"})
         http.post("/kv_memory", json={"kv_memory": http.get("/kv_memory").json()["kv_memory"]})
     deadline = time.monotonic() + 10
-    while len(lines()) < 6 and time.monotonic() < deadline:
+    while len(lines()) < 7 and time.monotonic() < deadline:
         time.sleep(0.02)
     by_id = {line["request_id"]: line for line in lines()}
     for line in (by_id["one"], by_id[streamed]):
@@ -132,6 +133,7 @@ def test_a_server_logs_tokens_and_no_words(served, lines, caplog):
         assert 0 < line["first_token_ms"] <= line["duration_ms"]
     assert by_id[streamed]["cached_tokens"] > 0
     assert by_id["three"]["status"] == 400
+    assert (by_id["head"]["status"], by_id["head"]["path"]) == (200, "/v1/models")
     (audit,) = lines("KV pool resized")
     assert audit["kv_bytes"] > 0
     assert SECRET not in "".join(map(str, (vars(record) for record in caplog.records)))

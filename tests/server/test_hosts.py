@@ -53,7 +53,7 @@ def test_a_name_may_stand_for_many():
 
 def test_a_page_of_another_site_changes_nothing():
     hosts = AllowedHosts(["llm.example.com"], [SITE])
-    for origin in ("https://evil.example", "null", "chrome-extension://abc", ""):
+    for origin in ("https://evil.example", "null", "chrome-extension://abc", "", "http://["):
         assert refused(hosts, "POST", host="127.0.0.1:8000", origin=origin) == "Origin"
         assert refused(hosts, "GET", host="127.0.0.1:8000", origin=origin) is None
     for origin in ("http://127.0.0.1:8000", "http://127.0.0.1:3000", SITE, "https://llm.example.com"):

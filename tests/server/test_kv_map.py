@@ -86,6 +86,24 @@ def test_streams_end_when_they_are_told_to(served):
     assert served.run(follow(), timeout_s=10) == []
 
 
+def test_who_leaves_leaves_nothing_that_waits(served):
+    async def leave():
+        feed = Feed(served.llm, Metrics("m"))
+        before = asyncio.all_tasks()
+        for _ in range(3):
+            events = await feed.events(None, 60.0)
+            await anext(events)
+            waiting = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await events.aclose()
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - before
+
+    assert served.run(leave(), timeout_s=10) == set()
+
+
 def test_a_bad_interval_is_refused(served):
     for interval in ("0.01", "100", "often"):
         answer = httpx.get(f"{served.url}/v1/kv_map", params={"interval_s": interval})

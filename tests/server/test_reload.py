@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
-from pagemill.errors import ConfigError
+from pagemill.errors import AuthenticationError, ConfigError
 from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.lifecycle import reload as reloading
@@ -75,6 +76,36 @@ def test_what_the_engine_refuses_is_tried_again_with_the_next_reading(tmp_path):
     assert reloaded.limits == {
         name: TenantLimits(guaranteed_blocks=share) for name, share in zip("abc", ("29%", "51%", "20%"), strict=True)
     }
+
+
+def test_a_key_that_is_gone_is_refused_before_the_engine_has_taken_limits(tmp_path):
+    old = {"api_keys": ["sk-old"], "max_running": 3}
+    reloaded = Reloaded(tmp_path / "t.json", a=old, b={"api_keys": ["sk-b"]})
+    waits, goes_on = asyncio.Event(), asyncio.Event()
+
+    def asks(key):
+        headers = Headers({"authorization": f"Bearer {key}"})
+        try:
+            return reloaded.keys.caller("POST", "/v1/completions", headers).tenant
+        except AuthenticationError:
+            return None
+
+    async def set_tenant(name, limits):
+        waits.set()
+        await goes_on.wait()
+
+    async def scenario():
+        reloaded.reload._llm = SimpleNamespace(set_tenant=set_tenant)  # noqa: SLF001
+        reloaded.write(a={"api_keys": ["sk-new"], "max_running": 2})
+        reading = asyncio.create_task(reloaded.reload.reload())
+        await waits.wait()
+        during = [asks(key) for key in ("sk-old", "sk-b", "sk-new", "sk-own")]
+        goes_on.set()
+        await reading
+        return during
+
+    assert asyncio.run(scenario()) == [None, None, None, "default"]
+    assert [asks(key) for key in ("sk-old", "sk-b", "sk-new", "sk-own")] == [None, None, "a", "default"]
 
 
 @pytest.mark.parametrize(

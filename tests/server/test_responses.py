@@ -228,6 +228,12 @@ def test_an_agent_calls_a_tool_and_goes_on(client, calls_tools):
 SAID = f"<think>\nRain?\n</think>\n\nLet me look.{CALL}{CALL}"
 
 
+def test_reasoning_without_words_is_left_out(client):
+    empty = {"type": "reasoning", "id": "rs_1", "summary": []}
+    asked = [empty, empty, {"role": "user", "content": "Hi"}]
+    assert client.responses.create(model="smollm2-135m", input=asked, max_output_tokens=2).status == "incomplete"
+
+
 def test_streams_tell_of_reasoning_text_and_calls(client, calls_tools, says):
     says(SAID)
     with client.responses.stream(**SCRIPTED, input="Rain?", tools=[WEATHER], tool_choice="auto") as stream:

@@ -13,6 +13,7 @@ import httpx
 
 from pagemill.cli.bench_report import Sample
 from pagemill.cli.bench_workload import Workload, make_prompts, make_texts
+from pagemill.cli.event_lines import event_lines
 from pagemill.errors import BenchmarkError, ConfigError
 
 LONGEST_TEXT = 400_000
@@ -113,7 +114,7 @@ class Server:
             async with self._http.stream("POST", "/completions", json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     raise BenchmarkError(_refusal(response.status_code, await response.aread()))
-                async for line in response.aiter_lines():
+                async for line in event_lines(response):
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or data == "[DONE]":
                         continue

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from pagemill.cli.event_lines import event_lines
 from pagemill.errors import ConfigError, NotFoundError, RemoteServerError
 
 ApiKey = Annotated[
@@ -60,7 +61,7 @@ class Remote:
 
     async def _events(self, response: httpx.Response) -> AsyncGenerator[Any, None]:
         try:
-            async for line in response.aiter_lines():
+            async for line in event_lines(response):
                 field, _, data = line.partition(":")
                 if field != "data" or not data.strip():
                     continue

@@ -60,6 +60,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        asked = scope
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the HTTP server, which has its own scope, leaves the body out
         headers, body = Headers(scope=scope), bytearray()
@@ -92,6 +93,8 @@ class Gate:
                 await self._app(scope, replay, told)
             finally:
                 self._large.end(tenant, size)
+                if "route" in scope:
+                    asked["route"] = scope["route"]  # for the log
             return
         answer = error_answer(error)
         if isinstance(error, AuthenticationError):

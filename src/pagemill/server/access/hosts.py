@@ -37,7 +37,7 @@ class AllowedHosts:
             )
         if origin is None or method in READING or not self._origins.isdisjoint(("*", origin)):
             return
-        site = _name(urlsplit(origin).netloc)
+        site = _site(origin)
         if site != host and not any(_matches(site, name) for name in self._names):
             raise HostNotAllowedError(
                 f"a page of {origin!r:.300} may not ask this server; start it with --allowed-origins {origin:.256} if "
@@ -49,6 +49,14 @@ class AllowedHosts:
         if host in ("", "localhost") or host.endswith(".localhost") or _is_address(host):
             return True
         return any(_matches(host, name) for name in self._names)
+
+
+def _site(origin: str) -> str:
+    """Returns the host of an origin; "" for what is none."""
+    try:
+        return _name(urlsplit(origin).netloc)
+    except ValueError:
+        return ""
 
 
 def _matches(host: str, name: str) -> bool:

@@ -52,6 +52,7 @@ class TenantsReload:
             except ConfigError as error:
                 self._say(f"keys and limits stay as they were: {error.message}")
                 return
+            self._keys.revoke(file)  # at once: setting limits waits for the engine
             before, after = self._file.limits, dict(file.limits)
             changed = {name: limits for name, limits in after.items() if before.get(name) != limits}
             gone = before.keys() - after.keys()

@@ -169,6 +169,8 @@ def messages_of(items: Iterable[Message | CallItem | CallOutput | Reasoning]) ->
             answer = None
             messages.append({"role": item.role, "content": _text(item.content)})
             continue
+        if isinstance(item, Reasoning) and not _text(item.content or item.summary or ()):
+            continue
         if answer is None or _is_before(item, answer):
             answer = {"role": "assistant"}
             messages.append(answer)

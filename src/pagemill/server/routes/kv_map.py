@@ -6,6 +6,7 @@ Watching costs the engine a snapshot every now and then, shared by all who see t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -101,9 +102,8 @@ class Feed:
 
     async def _wait(self, seconds: float) -> None:
         """Waits so long, or until the streams are to end."""
-        done, _ = await asyncio.wait([closing := asyncio.ensure_future(self._closing.wait())], timeout=seconds)
-        if not done:
-            closing.cancel()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _snapshot(self, view: View) -> KVMap:
         """Returns a snapshot that is at most `PERIOD_S` old. Whoever leaves while it is taken leaves it to others."""
