@@ -72,6 +72,22 @@ def plain(make):
     return drive(make(heads=None), LOAD)
 
 
+def test_a_step_that_fails_behind_its_samples_runs_again_with_the_same(make, plain, monkeypatch):
+    core, failed = make(), []
+    core.scheduler.drafter = Eager()
+    note_step = core.executor.draft.note_step
+
+    def fail_at_times(plan, inputs, hidden, tokens):
+        if len(failed) < 8 and plan.step % 3 == 0 and plan.step not in failed:
+            failed.append(plan.step)
+            raise torch.OutOfMemoryError("no memory for hidden states")
+        note_step(plan, inputs, hidden, tokens)
+
+    monkeypatch.setattr(core.executor.draft, "note_step", fail_at_times)
+    assert_same(drive(core, LOAD, every=2), plain)
+    assert len(failed) == 8
+
+
 @of_pools("320KiB")
 def test_heads_change_no_bit(make, plain, settings):
     core = make(**settings)

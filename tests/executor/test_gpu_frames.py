@@ -214,6 +214,21 @@ def test_blocks_that_no_memory_can_be_pinned_for_are_not_read_and_not_written(
     assert (contents(frames) == expected).all()
 
 
+def test_blocks_that_the_device_has_no_memory_to_copy_aside_are_not_read(frames, monkeypatch, caplog) -> None:
+    def refuse():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    expected = contents(frames)
+    with monkeypatch.context() as limited:
+        limited.setattr(frames, "_words", refuse)
+        reading = frames.begin_read([3, 1])
+    assert reading.whole == [False, False]
+    assert "CUDA out of memory" in caplog.text
+    records, whole = frames.read([3, 1])
+    assert whole == [True, True]
+    assert (records == expected[[3, 1]]).all()
+
+
 def test_numbers_of_frames_come_without_pinned_memory_too(device, frames, monkeypatch) -> None:
     pinned, size = device.pinned, frames.bytes[:, 0].numel()
 

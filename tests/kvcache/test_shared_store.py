@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +67,23 @@ def test_two_stores_find_each_others_blocks_with_their_next_look(tmp_path):
         assert other.blocks_by_tenant() == {"default": 30, "Jürgen / ..": 1}
         assert sorted(other.names()) == sorted(one.names())
         assert write(other, range(30)) == 0
+
+
+def test_a_file_that_goes_while_a_folder_is_listed_hides_no_other(tmp_path, monkeypatch):
+    scandir = os.scandir
+
+    def listing(folder):
+        (Path(folder) / "gone.unfinished").touch()
+        entries = sorted(scandir(folder), key=lambda entry: not entry.name.endswith(".unfinished"))
+        (Path(folder) / "gone.unfinished").unlink()
+        return entries
+
+    with closing(shared(tmp_path)) as one, closing(shared(tmp_path)) as other:
+        write(one, range(20))
+        monkeypatch.setattr(shared_store, "os", SimpleNamespace(**vars(os) | {"scandir": listing}))
+        for _ in range(2):
+            other.look()
+            assert read(other, range(20)) == list(range(20))
 
 
 def test_another_process_finds_them_too(tmp_path):

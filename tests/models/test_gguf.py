@@ -223,6 +223,15 @@ def test_overrides(wide, tmp_path):
         load(file, hf_overrides={"rms_norm_epsilon": 1.0})
 
 
+def test_yarn_without_a_trained_length_stretches_the_files_own(wide, tmp_path):
+    plain = load(write_gguf(wide, tmp_path / "plain.gguf", "llama", {})).max_model_len
+    scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    silent = load(write_gguf(wide, tmp_path / "silent.gguf", "llama", scaling))
+    said = {**scaling, "rope.scaling.original_context_length": plain}
+    assert silent.max_model_len == 4 * plain
+    assert silent.spec.ropes == load(write_gguf(wide, tmp_path / "said.gguf", "llama", said)).spec.ropes
+
+
 @pytest.mark.parametrize(
     ("architecture", "metadata", "named"),
     [

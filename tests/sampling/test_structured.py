@@ -266,6 +266,28 @@ def test_answers_do_not_use_up_the_automaton_that_they_share(tokenizer, monkeypa
             sampler.add_row(row, asked, 0, NONE, NONE)
 
 
+def test_an_answer_that_cannot_be_followed_fails_alone(tokenizer, monkeypatch):
+    asked = SamplingParams(structured_outputs={"regex": "[a-z]{20}"})
+    sampler, rows = make_sampler(tokenizer, CpuSamplingKernels(), [asked, asked]), np.arange(2)
+    token = tokenizer.encode("a")[0]
+    go_on = grammar_rows.Followed.go_on
+    broken = sampler._grammars._followed[0]  # noqa: SLF001
+
+    def breaking(followed, tokens, mask):
+        if followed is broken:
+            raise RuntimeError("can't start new thread")
+        return go_on(followed, tokens, mask)
+
+    monkeypatch.setattr(grammar_rows.Followed, "go_on", breaking)
+    for _ in range(3):
+        logits = torch.zeros(2, tokenizer.vocab_size)
+        logits[:, token] = 99.0
+        sampled = sampler.sample(logits, rows)
+        assert sampled.token_ids[1] == token
+    assert set(sampled.failed) == {0}
+    assert "RuntimeError: can't start new thread" in str(sampled.failed[0])
+
+
 def test_grammars_are_kept_apart_by_namespace_and_bounded(tokenizer, monkeypatch):
     """Another namespace's grammar is compiled again; one that is waited for is never dropped."""
     monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 3)

@@ -134,7 +134,11 @@ class LocalExecutor(Worker):
         output.failed |= not_finite
         output.undrafted, output.draft_work = undrafted, draft_work
         if self.draft is not None:
-            self.draft.note_step(plan, inputs, hidden, output.tokens)
+            try:
+                self.draft.note_step(plan, inputs, hidden, output.tokens)
+            except Exception:
+                self._forget_samples(plan, ends)
+                raise
         return output
 
     def _adapter_tokens(self, plan: StepPlan) -> list[AdapterTokens]:
@@ -234,13 +238,17 @@ class LocalExecutor(Worker):
         try:
             verified = verify(plan, choose)
         except Exception:
-            for row, end in zip(plan.sample_to.tolist(), ends.tolist(), strict=True):
-                prompt_len = int(self.rows.prompt_lens[row])
-                self.sampler.rewind(row, self.rows.tokens[row, :prompt_len], self.rows.tokens[row, prompt_len:end])
+            self._forget_samples(plan, ends)
             raise
         counts = np.array([len(accepted) for accepted in verified.tokens])
         self.rows.tokens[plan.sample_to, ends + counts - 1] = [accepted[-1] for accepted in verified.tokens]
         return verified
+
+    def _forget_samples(self, plan: StepPlan, ends: NDArray[np.int32]) -> None:
+        """Makes the sampler forget a plan's samples, so that its rows may be run again. ends: as of `_sample`."""
+        for row, end in zip(plan.sample_to.tolist(), ends.tolist(), strict=True):
+            prompt_len = int(self.rows.prompt_lens[row])
+            self.sampler.rewind(row, self.rows.tokens[row, :prompt_len], self.rows.tokens[row, prompt_len:end])
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns what `Decoder.logits` does."""

@@ -123,11 +123,17 @@ class GpuFrames:
             except KVStoreError as error:
                 logger.warning("%s", error)
                 return self._unread(len(frames))
-            with self._streams.use(self._numbers):  # while computations go on, and before loads that wait for the bus
-                numbers = self._upload(list(frames))
-                come = self._numbers.record_event()
-            self._streams.compute.wait_event(come)
-            records = self._words().transpose(0, 1).index_select(0, numbers)
+            try:
+                with self._streams.use(
+                    self._numbers
+                ):  # while computations go on, and before loads that wait for the bus
+                    numbers = self._upload(list(frames))
+                    come = self._numbers.record_event()
+                self._streams.compute.wait_event(come)
+                records = self._words().transpose(0, 1).index_select(0, numbers)
+            except torch.OutOfMemoryError as error:
+                logger.warning("blocks are not copied from the device, which has no memory for it: %s", error)
+                return self._unread(len(frames))
             self._saves.wait_event(self._streams.compute.record_event())
             with self._streams.use(self._saves):
                 self._streams.copy(records.view(-1).view(torch.uint8), host)

@@ -135,11 +135,17 @@ class SharedStore:
                 tenant = (folder / _TENANT_FILE).read_text()
                 for shard in folder.glob("??"):
                     for entry in os.scandir(shard):
-                        if (name := _parse(entry.name, tenant)) is not None:
-                            known = name[:2] in self._known
-                            yield name[:2], (name, 0.0 if known else entry.stat().st_mtime)
-                        elif time.time() - entry.stat().st_mtime > UNFINISHED_S:
-                            os.unlink(entry)
+                        if (found := self._look_at(entry, tenant)) is not None:
+                            yield found
+
+    def _look_at(self, entry: os.DirEntry[str], tenant: str) -> tuple[Block, tuple[BlockName, float]] | None:
+        """Returns what `_list` gives of a file; None if it is no block, or another process has removed it meanwhile."""
+        with suppress(FileNotFoundError):
+            if (name := _parse(entry.name, tenant)) is not None:
+                return name[:2], (name, 0.0 if name[:2] in self._known else entry.stat().st_mtime)
+            if time.time() - entry.stat().st_mtime > UNFINISHED_S:
+                os.unlink(entry)
+        return None
 
     def _tell(self) -> None:
         """Tells other processes what was used since the last time."""

@@ -74,7 +74,8 @@ def scaled_max_position(parameters: Parameters, max_position: int) -> int:
     if parameters.get("rope_type") == "linear":
         return int(max_position * factor)
     if parameters.get("rope_type") == "yarn":
-        return max(max_position, int(parameters.get("original_max_position_embeddings", max_position) * factor))
+        trained = parameters.get("original_max_position_embeddings") or max_position
+        return max(max_position, int(trained * factor))
     return max_position
 
 

@@ -136,7 +136,10 @@ class GrammarRows:
     def _advance(self, work: list[tuple[int, Followed, list[int]]]) -> None:
         """Moves answers on by their tokens, and writes what may come next."""
         for row, followed, tokens in work:
-            stuck = followed.go_on(tokens, self._bits[row])
+            try:
+                stuck = followed.go_on(tokens, self._bits[row])
+            except Exception as error:  # others' rows go on
+                stuck = f"{type(error).__name__}: {error}"
             if followed.is_complete:
                 self._bits[row] = self._end
             if stuck is not None and self._followed.get(row) is followed:

@@ -242,7 +242,7 @@ class GGUFModel(Checkpoint):
         return parameters | {
             "rope_type": kind,
             "factor": found.get("rope.scaling.factor"),
-            "original_max_position_embeddings": trained if kind == "yarn" else None,
+            "original_max_position_embeddings": (trained or found.get("context_length")) if kind == "yarn" else None,
             "attention_factor": found.get("rope.scaling.attn_factor"),
         }
 
