@@ -168,7 +168,7 @@ class ContiguousMemory:
     def commit(self, table: BlockTable, length: int, token_ids: Sequence[int], digests: Sequence[bytes]) -> None:
         table.length = length
 
-    def close(self, table: BlockTable, now: float) -> None:
+    def close(self, table: BlockTable, now: float, *, used: bool = True) -> None:
         self.tables.remove(table)
         if table in self._extents:
             self._placement.give(self._extents.pop(table))
@@ -197,7 +197,7 @@ class WholeBatches(ContiguousMemory):
             return Shortage(1, 0)
         return super().reserve(table, up_to)
 
-    def close(self, table: BlockTable, now: float) -> None:
+    def close(self, table: BlockTable, now: float, *, used: bool = True) -> None:
         self.tables.remove(table)
         if table not in self._extents or not self.tables.isdisjoint(self._extents):
             return
