@@ -14,7 +14,7 @@ from pagemill.scheduling.step_plan import NO_WORK, StepPlan, StepResult
 class Commits:
     """Takes in what steps have brought, the oldest in flight first.
 
-    drafts: what has come of the drafter's guesses.
+    drafter: is told what becomes of its guesses; None if nobody guesses. drafts: what has come of them.
     """
 
     def __init__(self, state: SchedulerState, eos_token_ids: frozenset[int], drafter: Drafter | None) -> None:
@@ -22,7 +22,7 @@ class Commits:
         self._state = state
         self._memory = state.memory
         self._eos = eos_token_ids
-        self._drafter = drafter
+        self.drafter = drafter
         self._draft_work = NO_WORK
         self._accepted = 0
 
@@ -72,8 +72,8 @@ class Commits:
                 if sample not in result.undrafted:
                     proposed, right = entry.drafts, min(len(tokens) - 1, len(accepted))
                     self.drafts.note(proposed, right)
-                    if self._drafter is not None:
-                        self._drafter.verified(sequence, proposed, len(tokens) - 1)
+                    if self.drafter is not None:
+                        self.drafter.verified(sequence, proposed, len(tokens) - 1)
             if reason is not None:
                 self.note_answer(sequence)
                 state.finish(sequence, now)
@@ -89,14 +89,14 @@ class Commits:
     def note_answer(self, sequence: Sequence) -> None:
         """Remembers an answer that has ended, for drafts; and its length, if it could have been another."""
         state = self._state
-        if self._drafter is not None and self._drafter.answers is not None:
-            self._drafter.answers.add(sequence.request.root, sequence.tokens, sequence.prompt_len)
+        if self.drafter is not None and self.drafter.answers is not None:
+            self.drafter.answers.add(sequence.request.root, sequence.tokens, sequence.prompt_len)
         if state.lengths is not None and not sequence.request.ends_at_limit:
             state.lengths.note(sequence.num_output_tokens, len(sequence.tokens) >= sequence.request.max_len)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Tells the drafter how long the step took that was taken in last, if all its rows generated."""
-        if self._drafter is None:
+        if self.drafter is None:
             return
         accepted = self.drafts.num_accepted_tokens - self._accepted
         self._accepted += accepted
@@ -104,7 +104,7 @@ class Commits:
             return
         withdrawn = self._draft_work.withdrawn
         drafts = len(plan.draft_tokens) - withdrawn
-        self._drafter.note_step(plan.num_tokens - withdrawn, drafts, accepted, seconds, self._draft_work)
+        self.drafter.note_step(plan.num_tokens - withdrawn, drafts, accepted, seconds, self._draft_work)
 
     def fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
         """Ends a sequence that failed; in a search, and before its prompt has forked, the whole request. Returns what

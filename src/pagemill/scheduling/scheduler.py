@@ -84,7 +84,6 @@ class Scheduler:
             lengths=None if self.pacer is None else AnswerLengths(),
         )
         self.tenants = self.state.tenants
-        self.drafter = drafter
         self._commits = Commits(self.state, eos_token_ids, drafter)
         self.drafts = self._commits.drafts
         self._eos = eos_token_ids
@@ -92,6 +91,14 @@ class Scheduler:
         self._compactor = Compactor() if compacts else None
         self._unstreaming = Unstreaming()
         self._arrivals = 0
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._commits.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        self._commits.drafter = drafter
 
     # Figures
 
