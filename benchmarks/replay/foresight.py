@@ -18,9 +18,8 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from benchmarks.replay.setup import MIB, above_zero, add_device_arguments, chosen_roofline
+from benchmarks.replay.setup import MIB, above_zero, add_device_arguments, chosen_roofline, link_speed
 
-from pagemill.errors import ConfigError
 from pagemill.planner.replica import Setup
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.lower_tier import LowerTier
@@ -43,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     roofline = chosen_roofline(arguments)
-    if roofline.device.link_bytes_per_s is None:
-        raise ConfigError(f"{roofline.device.about} has no link: its pool lies in host memory; choose another --device")
+    speed = link_speed(roofline)
     print(f"{roofline.description}; KV pool {arguments.kv_mib} MiB\n")
     print(
         "| lengths | host memory | target_tpot_ms | output tokens/s | preempted | again | pool used | first token, "
@@ -61,7 +59,7 @@ def main(arguments: argparse.Namespace) -> None:
     )
     for (name, trace), (known, max_tokens), host_gib, (target, target_s) in cases:
         setup = replace(Setup(arguments.kv_mib * MIB), target_tpot_s=target_s)
-        found = serve(trace, setup, roofline, max_tokens, host_gib * 2**30)
+        found = serve(trace, setup, roofline, max_tokens, host_gib * 2**30, speed)
         print(f"| {name}, {known} | {host_gib:g} GiB | {target} | {found}", flush=True)
 
 
@@ -77,14 +75,14 @@ def drawn(number: int, prompt: int, output: int) -> list[TracedRequest]:
     ]
 
 
-def serve(trace: list[TracedRequest], setup: Setup, times: Roofline, max_tokens: int | None, host_bytes: float) -> str:
-    """Returns a table's further cells."""
+def serve(
+    trace: list[TracedRequest], setup: Setup, times: Roofline, max_tokens: int | None, host_bytes: float, speed: float
+) -> str:
+    """Returns a table's further cells. speed: of the link to host memory, in bytes per second."""
     memory = setup.memory(times, saves_evicted=host_bytes > 0)
     tier = None
     if host_bytes:
-        device, block_bytes = times.device, times.shape.frame_bytes(setup.block_size)
-        assert device.link_bytes_per_s is not None
-        speed = device.efficiency["link"] * device.link_bytes_per_s
+        block_bytes = times.shape.frame_bytes(setup.block_size)
         tier = LowerTier(memory, int(host_bytes / block_bytes), block_bytes / speed)
     scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
     computed = 0

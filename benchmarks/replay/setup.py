@@ -159,3 +159,11 @@ def describe(arguments: argparse.Namespace, step_times: StepModel, trace: Sequen
         f"({pace}), {prompts} prompt and {outputs} output tokens\n"
         f"step times: {step_times.description}; KV pool {arguments.kv_mib} MiB"
     )
+
+
+def link_speed(roofline: Roofline) -> float:
+    """Returns the bytes per second of the device's link to host memory. Raises ConfigError where there is none."""
+    device = roofline.device
+    if device.link_bytes_per_s is None:
+        raise ConfigError(f"{device.about} has no link: its pool lies in host memory; choose another --device")
+    return device.efficiency["link"] * device.link_bytes_per_s

@@ -29,10 +29,10 @@ from benchmarks.replay.setup import (
     all_above_zero,
     chosen_roofline,
     chosen_setup,
+    link_speed,
 )
 from benchmarks.replay.workload import add_workload_argument
 
-from pagemill.errors import ConfigError
 from pagemill.planner.replica import Setup
 from pagemill.planner.workload import workload_named
 from pagemill.scheduling.step_plan import StepPlan
@@ -59,13 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     roofline = chosen_roofline(arguments)
-    device = roofline.device
-    if device.link_bytes_per_s is None:
-        raise ConfigError(f"{device.about} has no link: its pool lies in host memory; choose another --device")
     drawn = workload_named(arguments.workload).requests(1.0, 2.0 * arguments.requests)[: arguments.requests]
     trace = [replace(request, arrival_s=0.0) for request in drawn]
     setup = chosen_setup(arguments)
-    own = device.efficiency["link"] * device.link_bytes_per_s / 1e9
+    own = link_speed(roofline) / 1e9
     links = [own, *arguments.links]
     print(f"{len(trace)} requests of {arguments.workload}; {roofline.description}; KV pool {arguments.kv_mib} MiB\n")
     print(

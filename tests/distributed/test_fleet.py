@@ -236,13 +236,19 @@ def test_requests_do_not_wait_for_ever_where_no_replica_is_left(monkeypatch, by)
     run(monkeypatch, scenario, RestartLimits(max_engine_restarts=0 if by == "losses" else 3))
 
 
+def make_pin(fleet, links):
+    """Returns who of two replicas has made a pin, the other, and the copy that it is to make."""
+    fleet.submit(request("pin#1", pin="system"))
+    (main,) = [link for link in links.values() if link.requests]
+    (other,) = [link for link in links.values() if not link.requests]
+    main.bring("pin#1", finish_reason="length")
+    (copy,) = other.sent
+    return main, other, copy
+
+
 def test_a_pin_is_made_elsewhere_once_it_has_been_made_and_refusals_are_logged(monkeypatch, caplog):
     async def scenario(fleet, links, frontend):
-        fleet.submit(request("pin#1", pin="system"))
-        (main,) = [link for link in links.values() if link.requests]
-        (other,) = [link for link in links.values() if not link.requests]
-        main.bring("pin#1", finish_reason="length")
-        (copy,) = other.sent
+        main, other, copy = make_pin(fleet, links)
         assert (copy.pin, main.requests) == ("system", ["pin#1"])
         assert copy.request_id != "pin#1"
         error = SequenceOutput(request_id=copy.request_id, index=0, new_token_ids=[], finish_reason="error")
@@ -259,11 +265,7 @@ def test_a_pin_is_made_elsewhere_once_it_has_been_made_and_refusals_are_logged(m
 
 def test_a_copy_of_a_pin_that_is_unpinned_before_it_is_made_is_ended(monkeypatch):
     async def scenario(fleet, links, frontend):
-        fleet.submit(request("pin#1", pin="system"))
-        (main,) = [link for link in links.values() if link.requests]
-        (other,) = [link for link in links.values() if not link.requests]
-        main.bring("pin#1", finish_reason="length")
-        (copy,) = other.sent
+        _, other, copy = make_pin(fleet, links)
         await fleet.ask(Unpin("system", "default", ""))
         other.asked.clear()
         other.bring(copy.request_id, finish_reason="length")

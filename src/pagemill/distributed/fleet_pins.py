@@ -85,7 +85,8 @@ class FleetPins:
         pins, had_home = self._of(tenant), tenant in self._homes
         if not pins:
             self._homes.pop(tenant, None)
-        if not pins or self._tenancy.limits_blocks(tenant) == had_home:
+            return []
+        if self._tenancy.limits_blocks(tenant) == had_home:
             return []
         if had_home:
             home = self._homes.pop(tenant)

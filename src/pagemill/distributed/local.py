@@ -218,13 +218,8 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def _check_restarts(begun_s: deque[float], limits: RestartLimits, why: str) -> None:
     """Notes another start. Raises `EngineDeadError` where there have been too many."""
     now = time.monotonic()
-    while begun_s and now - begun_s[0] > limits.engine_restart_window_s:
-        begun_s.popleft()
-    if len(begun_s) >= limits.max_engine_restarts:
-        raise EngineDeadError(
-            f"{why}; it has been started again {len(begun_s)} times in {limits.engine_restart_window_s:g} s, and is "
-            f"not once more (max_engine_restarts)"
-        )
+    if (refusal := limits.refusal(begun_s, now)) is not None:
+        raise EngineDeadError(f"{why}; {refusal}")
     begun_s.append(now)
     LOGGER.error("%s; another is being started", why)
 

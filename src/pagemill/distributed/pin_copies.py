@@ -42,9 +42,11 @@ class PinCopies:
             if output.finish_reason is None:
                 continue
             name, pin = self._under_way.pop(output.request_id, ("", None))
-            if pin is not None and output.error is None:
+            if pin is None:
+                continue
+            if output.error is None:
                 made.append(pin)
-            elif pin is not None and output.error is not None:
+            else:
                 LOGGER.error(
                     "pin %r of tenant %r could not be made in replica %s: %s",
                     *(pin.pin, pin.tenant, name, output.error.message),

@@ -48,7 +48,7 @@ class Start(msgspec.Struct, tag=True):
 
     config: EngineConfig
     kv_memory: int | None = None
-    """What to resize the KV pool to once it has loaded; None: as the config says."""
+    """Names the size that the KV pool gets once it has loaded; None: as the config says."""
     tenants: dict[str, TenantLimits] = {}
     """Tenants to set then, beside those of the config."""
     adapters: list[LoRARequest] = []

@@ -39,7 +39,7 @@ class _Owner:
     service: characters that were taken for it. tag: of what was taken last.
     """
 
-    service: float
+    service: float = 0.0
     tag: float = 0.0
     waiting: int = 0
     short: Heap = field(default_factory=list)
@@ -88,7 +88,7 @@ class FairQueue:
             if self._closed:
                 work.waits = not work.future.cancel()
                 return work
-            mine = self._owners.setdefault(owner, _Owner(self._level))
+            mine = self._owners.setdefault(owner, _Owner())
             if not mine.waiting:
                 mine.service = max(mine.service, self._level)
             mine.waiting += 1

@@ -44,6 +44,20 @@ class RestartLimits:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
 
+    def refusal(self, starts_s: deque[float], now: float) -> str | None:
+        """Returns why there is to be no other start behind these; None if there may be. Drops those out of the window.
+
+        starts_s: when there were some, the oldest first.
+        """
+        while starts_s and now - starts_s[0] > self.engine_restart_window_s:
+            starts_s.popleft()
+        if len(starts_s) < self.max_engine_restarts:
+            return None
+        return (
+            f"it has been started again {len(starts_s)} times in {self.engine_restart_window_s:g} s, and is not once "
+            f"more (max_engine_restarts)"
+        )
+
 
 class Supervisor:
     """Keeps one engine running, as far as its limits allow."""
@@ -111,16 +125,9 @@ class Supervisor:
     def _next_delay_s(self, death: PagemillError) -> float:
         """Returns the seconds to wait before the next restart: none, then 1, 2, 4, and so on. Raises `EngineDeadError`
         where there is to be none."""
-        now, limits, restarts_s = time.monotonic(), self._limits, self._restarts_s
-        while restarts_s and now - restarts_s[0] > limits.engine_restart_window_s:
-            restarts_s.popleft()
-        if len(restarts_s) >= limits.max_engine_restarts:
-            if not restarts_s:
-                raise death
-            raise EngineDeadError(
-                f"{_said(death)}; it has been started again {len(restarts_s)} times in "
-                f"{limits.engine_restart_window_s:g} s, and is not once more (max_engine_restarts)"
-            )
+        now, restarts_s = time.monotonic(), self._restarts_s
+        if (refusal := self._limits.refusal(restarts_s, now)) is not None:
+            raise EngineDeadError(f"{_said(death)}; {refusal}") if restarts_s else death
         restarts_s.append(now)
         return 0.0 if len(restarts_s) == 1 else min(2.0 ** (len(restarts_s) - 2), LONGEST_DELAY_S)
 

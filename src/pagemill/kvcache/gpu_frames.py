@@ -124,9 +124,8 @@ class GpuFrames:
                 logger.warning("%s", error)
                 return self._unread(len(frames))
             try:
-                with self._streams.use(
-                    self._numbers
-                ):  # while computations go on, and before loads that wait for the bus
+                # while computations go on, and before loads that wait for the bus
+                with self._streams.use(self._numbers):
                     numbers = self._upload(list(frames))
                     come = self._numbers.record_event()
                 self._streams.compute.wait_event(come)

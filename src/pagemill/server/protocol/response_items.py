@@ -169,13 +169,14 @@ def messages_of(items: Iterable[Message | CallItem | CallOutput | Reasoning]) ->
             answer = None
             messages.append({"role": item.role, "content": _text(item.content)})
             continue
-        if isinstance(item, Reasoning) and not _text(item.content or item.summary or ()):
+        thought = _text(item.content or item.summary or ()) if isinstance(item, Reasoning) else None
+        if thought == "":
             continue
         if answer is None or _is_before(item, answer):
             answer = {"role": "assistant"}
             messages.append(answer)
         if isinstance(item, Reasoning):
-            answer["reasoning_content"] = _text(item.content or item.summary or ())
+            answer["reasoning_content"] = thought
         elif isinstance(item, CallItem):
             function = {"name": item.name, "arguments": item.arguments}
             answer.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
