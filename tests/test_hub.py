@@ -18,7 +18,7 @@ from typing import ClassVar
 import pytest
 
 from pagemill.errors import ModelNotFoundError, PullError
-from pagemill.hub import package_index, pull_model, resolve_model
+from pagemill.hub import huggingface, package_index, pull_model, resolve_model
 from pagemill.hub.registry import REGISTRY, RegistryModel, cache_dir, pulled_models
 
 CONTENT = bytes(range(256)) * 4096
@@ -297,6 +297,7 @@ REPOSITORIES = {
     "org/sharded": {
         "config.json": b"{}",
         "tokenizer.json": b"{}",
+        "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
         "model.safetensors.index.json": json.dumps(
             {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
         ).encode(),
@@ -334,9 +335,10 @@ class Hub(BaseHTTPRequestHandler):
             files = [{"type": "file", "path": name, "size": len(data), "oid": name} for name, data in entries]
             return self.answer(json.dumps(files).encode())
         if match := re.fullmatch(r"/(org/[\w-]+)/resolve/\w+/(.+)", path):
-            return self.answer(
-                REPOSITORIES[match[1]][match[2]], more={"ETag": f'"{match[2]}"', "X-Repo-Commit": COMMIT}
-            )
+            files = REPOSITORIES.get(match[1])
+            if files is None or match[2] not in files:
+                return self.answer(b"{}", 404, {"X-Error-Code": f"{'Repo' if files is None else 'Entry'}NotFound"})
+            return self.answer(files[match[2]], more={"ETag": f'"{match[2]}"', "X-Repo-Commit": COMMIT})
         return self.answer(b"{}", 404)
 
     def answer(self, body, status=200, more=None):
@@ -378,7 +380,8 @@ def test_hub_id_brings_config_tokenizer_and_weights_alone(hub):
     done = pull_command("org/sharded")
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip().rpartition(": ")[2])
-    assert sorted(os.listdir(folder)) == [
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()) == [
+        "additional_chat_templates/tool_use.jinja",
         "config.json",
         "model-1-of-2.safetensors",
         "model-2-of-2.safetensors",
@@ -388,6 +391,12 @@ def test_hub_id_brings_config_tokenizer_and_weights_alone(hub):
     hub.asked.clear()
     assert "is already here" in pull_command("org/sharded").stdout
     assert hub.asked == []
+    index = folder / "model.safetensors.index.json"
+    for damaged in ("{", "[]", '{"weight_map": 1}'):
+        index.unlink()
+        index.write_text(damaged)
+        assert huggingface.is_complete(folder) is False
+    index.unlink()
     (folder / "model-2-of-2.safetensors").unlink()
     assert "is ready" in pull_command("org/sharded").stdout
     assert (folder / "model-2-of-2.safetensors").read_bytes() == b"two"
@@ -425,3 +434,15 @@ def test_hub_out_of_reach_is_said_in_one_line_and_soon(home, monkeypatch):
         done.stderr
     )
     assert time.monotonic() - start < 20
+
+
+FIND = "import sys; from pagemill.hub import resolve_config; print(resolve_config(sys.argv[1]))"
+
+
+def test_a_configuration_comes_without_weights(hub):
+    found = subprocess.run([sys.executable, "-c", FIND, "org/sharded"], capture_output=True, text=True, check=True)
+    assert os.listdir(found.stdout.strip()) == ["config.json"]
+    assert not any("safetensors" in path for path in hub.asked)
+    for name, words in (("org/one-gguf", "has no config.json"), ("org/nothing", "has no model 'org/nothing'")):
+        done = subprocess.run([sys.executable, "-c", FIND, name], capture_output=True, text=True)
+        assert words in done.stderr

@@ -208,7 +208,7 @@ class TenantsFile(NamedTuple):
 def read_tenants_file(path: str | os.PathLike[str]) -> TenantsFile:
     """Reads a tenants file. Raises ConfigError, which names the file."""
     try:
-        place = Path(path).expanduser()
+        place = Path(os.path.expanduser(path))
         return _read_tenants(place, json.loads(place.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         why = error.message if isinstance(error, ConfigError) else str(error)

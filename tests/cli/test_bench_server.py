@@ -55,6 +55,19 @@ def measure(fake):
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize("said", ["<html>", "[]", '{"tokens": []}', '{"tokens": ["a"]}', '{"pieces": [1]}'])
+def test_a_server_that_tokenizes_otherwise_gets_texts(said):
+    class Other(Fake):
+        async def handle_async_request(self, request):
+            if request.url.path == "/tokenize":
+                return httpx.Response(200, text=said)
+            return await super().handle_async_request(request)
+
+    fake = Other()
+    assert any("does not tokenize" in note for note in measure(fake).notes)
+    assert all(isinstance(body["prompt"], str) for body in fake.bodies)
+
+
 def test_a_server_that_tokenizes_gets_token_ids():
     fake = Fake()
     report = measure(fake)

@@ -8,6 +8,8 @@ import httpx
 import pytest
 
 from cli.terminal import Terminal
+from pagemill.cli.chat_commands import run_command
+from pagemill.cli.chat_input import LineTurns
 from pagemill.cli.chat_server import ServerConversation, first_model
 from pagemill.cli.main import main
 from pagemill.cli.remote import Remote
@@ -175,3 +177,78 @@ def test_any_server_is_sent_all_that_was_said():
     said = [(message["role"], message["content"]) for message in asked[2]["messages"]]
     assert said == [("system", "Be brief."), ("user", "One?"), ("assistant", "Yes."), ("user", "Two?")]
     assert talk.messages[2]["reasoning_content"] == "Hm."
+
+
+class CutShort(httpx.AsyncByteStream):
+    async def __aiter__(self):
+        yield b"{"
+        raise httpx.ReadError("the connection is gone")
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_an_answer_cut_short_is_an_error_of_its_own(status):
+    async def ask():
+        cut = httpx.MockTransport(lambda _: httpx.Response(status, stream=CutShort()))
+        async with Remote("http://x", None, cut) as remote:
+            await remote.models()
+
+    with pytest.raises(RemoteServerError, match="the connection is gone"):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ({"data": [{"id": "m"}]}, ["m"]),
+        ([{"id": "m"}, {"id": "n"}], ["m", "n"]),
+        ({"data": 7}, []),
+        ([1], []),
+        (7, []),
+    ],
+)
+def test_models_are_listed_in_either_form(listed, names):
+    async def ask():
+        async with Remote("http://x", None, httpx.MockTransport(lambda _: httpx.Response(200, json=listed))) as remote:
+            return await remote.models()
+
+    assert asyncio.run(ask()) == names
+
+
+def test_what_is_not_unicode_is_not_asked():
+    async def ask():
+        async with Remote("http://x", None, httpx.MockTransport(Elsewhere())) as remote:
+            await remote.ask("/chat/completions", "POST", {"messages": "\udcff"})
+
+    with pytest.raises(InvalidRequestError, match="not Unicode"):
+        asyncio.run(ask())
+
+
+def test_a_line_that_is_not_utf8_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    with pytest.raises(InvalidRequestError, match="not UTF-8"):
+        asyncio.run(LineTurns().read())
+
+
+def test_a_home_that_nobody_has_is_a_folder_like_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    talk = ServerConversation(Remote("http://x", None), "m", None, None, SamplingParams())
+    with pytest.raises(InvalidRequestError, match="cannot be written"):
+        asyncio.run(run_command("/save ~nobody-has-it/chat.md", talk))
+
+
+def test_a_resumed_session_that_is_reset_keeps_its_system_message():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
+
+    def server(request):
+        if request.method == "DELETE":
+            return httpx.Response(200, json={})
+        return httpx.Response(200, json={"messages": messages, "num_tokens": 9})
+
+    async def resume():
+        async with Remote("http://x", None, httpx.MockTransport(server)) as remote:
+            talk = ServerConversation(remote, "m", "ada", None, SamplingParams())
+            await talk.resume()
+            await talk.reset()
+            return talk.turn("Who are you?")
+
+    assert asyncio.run(resume()) == [messages[0], {"role": "user", "content": "Who are you?"}]

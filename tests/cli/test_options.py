@@ -80,6 +80,20 @@ def test_values_arrive_with_their_types():
     assert received["params"] == SamplingParams(temperature=0.0, max_tokens=9, stop=["x", "y"], top_k=3)
 
 
+@pytest.mark.parametrize(("text", "value"), [("60", 60.0), ("1e2", 100.0), ("auto", "auto"), ("off", "off")])
+def test_a_number_or_a_word(text, value):
+    call("--target-tpot-ms", text)
+    assert received["settings"] == {"target_tpot_ms": value}
+    assert EngineConfig(model="m", **received["settings"]).target_tpot_ms == value
+
+
+@pytest.mark.parametrize("text", ["fast", "-1", "nan", "inf"])
+def test_neither_a_number_nor_a_word(text):
+    call("--target-tpot-ms", text)
+    with pytest.raises(ConfigError, match="must be a number above 0 or one of auto, off"):
+        EngineConfig(model="m", **received["settings"])
+
+
 @pytest.mark.parametrize("word", ["auto", "off"])
 def test_drafts_may_be_a_word(word):
     call("--speculative-config", word)

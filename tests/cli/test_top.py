@@ -133,3 +133,17 @@ def test_a_large_pool_is_summed_up(stats):
         sum(map(len, marks)) * int(next(line.plain for line in lines if "to a mark" in line.plain).split()[-4]) >= 8000
     )
     assert "".join(marks).count("▒") == pytest.approx("".join(marks).count("·"), abs=1)
+
+
+def test_a_stream_that_ends_at_once_shows_nothing(capsys, monkeypatch):
+    def server(request):
+        return (
+            httpx.Response(200, json={"data": []}) if request.url.path == "/v1/models" else httpx.Response(200, text="")
+        )
+
+    made = httpx.AsyncClient
+    monkeypatch.setattr(
+        httpx, "AsyncClient", lambda **given: made(**given | {"transport": httpx.MockTransport(server)})
+    )
+    said = printed(["top", "--url", "http://x", "--once"], capsys, 1).err
+    assert said == "error: http://x ended the stream before its first picture; ask again\n"

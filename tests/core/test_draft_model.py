@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+
+import float8_folders
+import quantized_folders
 from benchmarks.draft_pair import save_pair
 from drafted import LOAD, VOCAB, assert_same, of_pools, text
 from drive import drive, request
@@ -268,3 +275,11 @@ def test_the_model_as_its_own_draft_model_is_always_right(make_engine, prompts):
     stats = core.stats()
     assert stats.accepted_tokens >= 0.9 * stats.draft_tokens > 20, "those behind the end are not"
     assert_same(drive(core, asked), expected)
+
+
+def test_a_draft_model_in_fp8_is_widened_beside_a_model_of_integers(make, tmp_path):
+    model, draft = save_pair(tmp_path, draft_layers=1, later=0.05, **SIZES)
+    quantized_folders.quantize_folder(model, "gptq", group_size=32)
+    float8_folders.quantize_folder(draft, "fp8", "block")
+    core = make(draft=draft, model=model, quantization="gptq")
+    drive(core, LOAD[:1])

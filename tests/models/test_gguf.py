@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import struct
 
 import gguf
 import numpy as np
@@ -302,6 +303,14 @@ def test_two_tensors_in_one_place(wide, tmp_path):
 def test_not_gguf(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"PK" * 50)
     with pytest.raises(CorruptWeightsError, match="begins with b'PKPK'"):
+        load(tmp_path / "model.gguf")
+
+
+def test_arrays_in_arrays_without_end(tmp_path):
+    array, deep = struct.pack("<IQ", 9, 1), 5000
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sI", 1, b"a", 9)
+    (tmp_path / "model.gguf").write_bytes(head + array * deep + bytes(64))
+    with pytest.raises(CorruptWeightsError, match="deep in each other"):
         load(tmp_path / "model.gguf")
 
 

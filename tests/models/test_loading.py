@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_llama import edit_config, edit_weights, load, logits, save_llama
 
-from pagemill.errors import ConfigError, UnknownArgumentError
+from pagemill.errors import ConfigError, ModelConfigError, UnknownArgumentError
 from pagemill.models.loading import load as loading
 from pagemill.models.loading import open_checkpoint
 
@@ -116,6 +116,19 @@ def test_overrides_say_the_same_in_any_spelling(folder):
     old = load(folder, hf_overrides={"rope_scaling": {"type": "linear", **scaling}, "rope_theta": 500.0}).spec
     new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, **scaling}}
     assert load(folder, hf_overrides=new).spec == old
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"rope_scaling": "yarn"},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "8192"}},
+    ],
+    ids=["no table", "a text for a length"],
+)
+def test_overrides_of_another_type_are_refused(folder, override):
+    with pytest.raises(ModelConfigError, match=r"rope_scaling is 'yarn'|validate_rope"):
+        load(folder, hf_overrides=override)
 
 
 def test_an_unknown_override_suggests_the_nearest(folder):

@@ -16,7 +16,7 @@ from pagemill.planner.limits import Limits, find_capacity
 from pagemill.planner.load import Generated, Load, Traced
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.replica import Settings, _simulate, run_trial
-from pagemill.planner.report import as_dict
+from pagemill.planner.report import as_dict, table
 from pagemill.planner.search import Choices, _Search, make_plan
 from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_named
 from pagemill.simulate.roofline import Roofline, read_device, read_shape
@@ -434,3 +434,28 @@ def test_all_workloads_can_be_drawn():
         replace(SHORT, turns=0)
     with pytest.raises(ConfigError, match="whole blocks of 512 tokens"):
         replace(SHORT, prefixes=2, prefix_len=100)
+
+
+def test_a_model_whose_weights_are_elsewhere_has_a_shape(tmp_path):
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = find_shape(str(tmp_path))
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (3, 4, 2, 16)
+
+
+def test_what_a_plan_says_to_serve_with_is_of_all_ranks():
+    choices = replace(ONE, ranks=(2,), kv_host_memory=(4 << 30,))
+    plan = plan_of(device="h100", choices=choices)
+    roofline = plan.options[0].size.roofline
+    head = str(table(plan)[0])
+    assert f"--kv-memory {2 * roofline.kv_bytes / 2**30:.1f}GiB" in head
+    assert "--kv-host-memory 8GiB" in head
+
+
+def test_only_pairs_that_an_engine_takes_are_tried():
+    choices = Choices(max_num_seqs=(1024, 256), max_num_batched_tokens=(512, 2048))
+    assert choices.batches() == [(512, 256), (2048, 1024), (2048, 256)]
+    plan = plan_of(choices=replace(choices, ranks=(1,)))
+    best = plan.options[0].size.settings
+    assert best.max_num_batched_tokens >= best.max_num_seqs

@@ -21,7 +21,7 @@ WRONG = {
     "presence_penalty": [-2.01, 2.01, NAN, INF, "0", None],
     "frequency_penalty": [-2.01, 2.01, NAN, INF, False],
     "repetition_penalty": [0.0, -1.0, 2.01, NAN, INF],
-    "temperature": [-0.01, NAN, INF, "hot", True, None],
+    "temperature": [-0.01, 1.1e6, NAN, INF, "hot", True, None],
     "best_of": [0, True, 1.0, "2"],
     "top_p": [0.0, -0.1, 1.01, NAN, "0.5"],
     "top_k": [-2, 1.0, "5", True, 2**63],

@@ -16,7 +16,7 @@ from server.questions import CHAT, MODEL
     ("path", "body", "status", "param", "words"),
     [
         ("chat/completions", {"model": "other"}, 404, "model", "'smollm2-135m'"),
-        ("chat/completions", {"temperature": -1}, 400, "temperature", "at least 0"),
+        ("chat/completions", {"temperature": -1}, 400, "temperature", "from 0 to"),
         ("chat/completions", {"temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
         ("chat/completions", {"n": "two"}, 400, "n", "integer"),
         ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "set echo or prompt_logprobs"),

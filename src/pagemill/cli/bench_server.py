@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import msgspec
 
 from pagemill.cli.bench_report import Sample
 from pagemill.cli.bench_workload import Workload, make_prompts, make_texts
@@ -65,8 +66,9 @@ class Server:
             raise ConfigError(f"--url is {self._url!r}: {error}; give http://host:port", param="url") from error
         except httpx.HTTPError as error:
             raise BenchmarkError(f"no server answers at {self._url}: {_words(error)}; check the address") from error
-        if answer.status_code == httpx.codes.OK:
-            return make_prompts(answer.json()["tokens"], workload)
+        tokens = _tokens_in(answer)
+        if tokens:
+            return make_prompts(tokens, workload)
         self.notes.append("The server does not tokenize: prompts were cut by characters, four for a token.")
         return make_texts(corpus, workload)
 
@@ -140,6 +142,18 @@ def _refusal(status: int, body: bytes) -> str:
     except (ValueError, LookupError, TypeError):
         said = body[:200].decode(errors="replace")
     return f"the server refuses with {status}: {said}"
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+def _tokens_in(answer: httpx.Response) -> list[int]:
+    """Returns the tokens of an answer to /tokenize; none if it has another form, as llama.cpp's has."""
+    try:
+        return msgspec.json.decode(answer.content, type=_Tokenized).tokens if answer.is_success else []
+    except msgspec.DecodeError:
+        return []
 
 
 def _words(error: Exception) -> str:

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,7 +127,8 @@ def export_(
         except OSError as error:
             raise KVStoreError(f"{archive} cannot be written: {error}") from error
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
     sys.stdout.write(f"{counted(blocks, 'block')} ({archive.stat().st_size / 2**20:,.0f} MiB) written to {archive}\n")
 
 

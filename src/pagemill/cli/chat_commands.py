@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from pathlib import Path
 
 from pagemill.cli.chat_conversation import Conversation, text_of
@@ -42,7 +43,7 @@ async def run_command(line: str, conversation: Conversation) -> str | None:
         await conversation.reset()
         return "forgotten"
     if name == "/save":
-        return _save(conversation, Path(rest).expanduser())
+        return _save(conversation, Path(os.path.expanduser(rest)))
     if name == "/fork":
         before = conversation.name
         await conversation.fork(rest)

@@ -63,6 +63,7 @@ class Conversation(ABC):
                 f"leave --system out, or begin another session",
                 param="system",
             )
+        self._system = self.system  # for the turns behind a /reset
         return f"session {self.name!r} goes on after {turns}, {counted(tokens, 'token')}"
 
     def turn(self, text: str) -> list[dict[str, Any]]:

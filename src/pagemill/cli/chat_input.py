@@ -9,6 +9,8 @@ from typing import Protocol
 from prompt_toolkit import PromptSession
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+from pagemill.errors import InvalidRequestError
+
 PROMPT = "> "
 
 
@@ -54,6 +56,8 @@ class LineTurns:
         previous = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"the line on stdin is not UTF-8 ({error}); convert it") from error
         finally:
             signal.signal(signal.SIGINT, previous)
         return line.rstrip("\n") if line else None

@@ -112,10 +112,10 @@ class ServerConversation(Conversation):
 
 async def first_model(remote: Remote) -> str:
     """Returns the name of the first model that a server has."""
-    models = (await remote.ask("/models")).get("data") or []
+    models = await remote.models()
     if not models:
         raise RemoteServerError(f"{remote.url} names no model; give one: pagemill chat MODEL --url {remote.url}")
-    return str(models[0]["id"])
+    return models[0]
 
 
 async def _next(events: AsyncGenerator[Any, None]) -> Any:

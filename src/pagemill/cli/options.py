@@ -7,6 +7,7 @@ So each setting is a flag of every command that starts an engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -144,12 +145,21 @@ def _with_options(
     @functools.wraps(command)
     def with_flags(**arguments: Any) -> Any:
         given = {name: arguments.pop(option.name) for name, option in zip(flags, options, strict=True)}
-        value = collect({name: value for name, value in given.items() if value not in (None, [])})
+        given = {name: _read(declared, name, value) for name, value in given.items() if value not in (None, [])}
+        value = collect(given)
         return command(**arguments, **{target: value})
 
     with_flags.__signature__ = signature.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
     with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *options]}
     return with_flags
+
+
+def _read(declared: Mapping[str, Argument], name: str, value: Any) -> Any:
+    """Returns a flag's text as a number where its argument is one or a word, as in `60` or `auto`."""
+    if isinstance(value, str) and name in declared and float in typing.get_args(declared[name].kind):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def _kind_of(fixed: Fixed) -> Any:

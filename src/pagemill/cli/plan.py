@@ -93,7 +93,7 @@ def plan(
     Prints how many of which size, with which settings, and what that costs.
 
     Each rate is simulated: the scheduler and the memory that serve run over the device's modelled step times. No model
-    is loaded, and nothing is downloaded.
+    is loaded, and no weights are downloaded.
     """
     import gc
 

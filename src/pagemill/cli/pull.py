@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +28,7 @@ def pull(
 
     The name is then accepted wherever a model's path is. A model that is here already is verified, not fetched again.
     """
-    if Path(model).expanduser().exists():
+    if Path(os.path.expanduser(model)).exists():
         sys.stdout.write(f"{model} is a path on this machine: nothing to fetch\n")
         return
     pulled = pull_model(model)

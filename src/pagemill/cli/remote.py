@@ -12,7 +12,7 @@ import httpx
 import typer
 
 from pagemill.cli.event_lines import event_lines
-from pagemill.errors import ConfigError, NotFoundError, RemoteServerError
+from pagemill.errors import ConfigError, InvalidRequestError, NotFoundError, RemoteServerError
 
 ApiKey = Annotated[
     str | None,
@@ -49,7 +49,14 @@ class Remote:
     async def ask(self, path: str, method: str = "GET", body: dict[str, Any] | None = None) -> Any:
         """Returns an answer's JSON."""
         async with self._response(path, method, body) as response:
-            return self._json(await response.aread())
+            return self._json(await self._body(response))
+
+    async def models(self) -> list[str]:
+        """Returns the names of the server's models."""
+        answer = await self.ask("/models")
+        listed = answer.get("data") if isinstance(answer, dict) else answer
+        models = listed if isinstance(listed, list) else []
+        return [str(one["id"]) for one in models if isinstance(one, dict) and "id" in one]
 
     @asynccontextmanager
     async def events(
@@ -76,7 +83,10 @@ class Remote:
 
     @asynccontextmanager
     async def _response(self, path: str, method: str, body: dict[str, Any] | None) -> AsyncIterator[httpx.Response]:
-        request = self._http.build_request(method, path, json=body)
+        try:
+            request = self._http.build_request(method, path, json=body)
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the request is not Unicode ({error}); leave that character out") from error
         try:
             response = await self._http.send(request, stream=True)
         except httpx.UnsupportedProtocol as error:
@@ -87,10 +97,16 @@ class Remote:
             raise self._unreachable(error) from error
         try:
             if not response.is_success:
-                raise self._refusal(response.status_code, await response.aread())
+                raise self._refusal(response.status_code, await self._body(response))
             yield response
         finally:
             await response.aclose()
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        try:
+            return await response.aread()
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
 
     def _json(self, text: str | bytes) -> Any:
         try:

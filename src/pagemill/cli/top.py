@@ -49,6 +49,8 @@ async def _top(url: str, api_key: str | None, interval_s: float, once: bool) -> 
         screen = TopScreen(f"{await _model(remote)} at {remote.url}")
         if once:
             await _follow(remote, interval_s, screen, frames=2)  # speeds need two
+            if not screen.has_picture:
+                raise RemoteServerError(f"{remote.url} ended the stream before its first picture; ask again")
             screen.print_once()
             return
         quit_asked = asyncio.Event()
@@ -64,8 +66,7 @@ async def _top(url: str, api_key: str | None, interval_s: float, once: bool) -> 
 
 
 async def _model(remote: Remote) -> str:
-    models = (await remote.ask("/models")).get("data") or [{}]
-    return str(models[0].get("id", "no model"))
+    return next(iter(await remote.models()), "no model")
 
 
 async def _keep_following(remote: Remote, interval_s: float, screen: TopScreen) -> None:

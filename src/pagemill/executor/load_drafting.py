@@ -74,12 +74,13 @@ def _load_draft_model(config: EngineConfig, speculation: SpeculativeConfig, path
     return Drafting(source, facts, replace(shape, groups=layers.groups), joint_fingerprint(model, draft))
 
 
-def _draft_quantization(quantization: str | None, path: Path) -> str | None:
+def _draft_quantization(quantization: str | None, path: Path, keeps_narrow: bool) -> str | None:
     """Returns how a draft model's layers are held: like the model's, in 8 bits, in its own integers if it has some, or
     in a dtype."""
     if quantization is None or quantization == "int8":
         return quantization
-    return open_checkpoint(path, {}).quantization
+    own = open_checkpoint(path, {}).quantization
+    return own if keeps_narrow or own != "fp8" else None
 
 
 def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedModel:
@@ -94,7 +95,7 @@ def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedM
         ops=backend.ops,
         attention=backend.attention,
         decoder=backend.decoder,
-        quantization=_draft_quantization(model.quantization, path),
+        quantization=_draft_quantization(model.quantization, path, backend.ops.keeps_narrow),
         packed=share.packed,
     )
     if draft.spec.vocab_size != model.spec.vocab_size:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pagemill.errors import ModelNotFoundError, PullError
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+\.gguf)?")
 _TIMEOUT_S = 10.0
-_SIDE_FILES = re.compile(r"[\w.-]+\.(json|jinja|model)|merges\.txt|vocab\.txt")
+_SIDE_FILES = re.compile(r"[\w.-]+\.(json|jinja|model)|merges\.txt|vocab\.txt|additional_chat_templates/[\w.-]+\.jinja")
 _WEIGHTS = re.compile(r"model[\w.-]*\.safetensors")
 _INDEX = "model.safetensors.index.json"
 
@@ -42,7 +44,7 @@ def cached(name: str) -> Path | None:
     folder = root / "snapshots" / ref.read_text().strip()
     if file:
         return folder / file if (folder / file).is_file() else None
-    if _is_complete(folder):
+    if is_complete(folder):
         return folder
     ggufs = list(folder.glob("*.gguf"))
     return ggufs[0] if len(ggufs) == 1 else None
@@ -54,14 +56,46 @@ def pull(name: str) -> Path:
     Raises ModelNotFoundError for an id that does not exist or is not a model pagemill can read, PullError if the hub
     cannot be reached or refuses.
     """
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub import HfApi, snapshot_download
 
     repo, _, file = name.partition(":")
-    try:
+    with _fetching(repo):
         siblings = HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or []
         wanted = _choose(repo, file, [sibling.rfilename for sibling in siblings])
         folder = Path(snapshot_download(repo, allow_patterns=wanted, etag_timeout=_TIMEOUT_S))
+    ggufs = [folder / path for path in wanted if path.endswith(".gguf")]
+    return ggufs[0] if ggufs else folder
+
+
+def pull_config(name: str) -> Path:
+    """Downloads an id's config.json alone, a few kB, unless the cache has it. Returns its folder.
+
+    Raises as `pull` does, and ModelNotFoundError for an id of GGUF files, which have their configuration in them.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    repo, _, file = name.partition(":")
+    with _fetching(repo):
+        try:
+            if not file:
+                return Path(hf_hub_download(repo, "config.json", etag_timeout=_TIMEOUT_S)).parent
+        except EntryNotFoundError:
+            pass
+        raise ModelNotFoundError(
+            f"{name} has no config.json, so its sizes stand in its weights alone; fetch it first: pagemill pull {name}",
+            param="model",
+        )
+
+
+@contextmanager
+def _fetching(repo: str) -> Iterator[None]:
+    """Raises what keeps a repository from being fetched as `pull` says it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        yield
     except GatedRepoError as error:
         raise PullError(
             f"{repo} asks you to accept its terms ({constants.ENDPOINT}/{repo}); do so, then log in with: hf auth login"
@@ -79,8 +113,6 @@ def pull(name: str) -> Path:
             f"could not fetch {repo} from {constants.ENDPOINT} ({type(error).__name__}: {first_line}); check the "
             "network, set HF_ENDPOINT to a mirror, or copy the model's folder here and give its path"
         ) from error
-    ggufs = [folder / path for path in wanted if path.endswith(".gguf")]
-    return ggufs[0] if ggufs else folder
 
 
 def _choose(repo: str, file: str, files: list[str]) -> list[str]:
@@ -111,11 +143,15 @@ def _choose(repo: str, file: str, files: list[str]) -> list[str]:
     )
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
+    """Returns whether a folder has a configuration and all weights that its index names."""
     if not (folder / "config.json").is_file():
         return False
     index = folder / _INDEX
     if index.is_file():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):  # it is damaged
+            return False
         return all((folder / shard).is_file() for shard in shards)
     return (folder / "model.safetensors").is_file()

@@ -51,7 +51,7 @@ def cache_dir() -> Path:
     """Returns `$PAGEMILL_HOME`, else `$XDG_CACHE_HOME/pagemill`, else `~/.cache/pagemill`. Need not exist yet."""
     home = os.environ.get("PAGEMILL_HOME")
     if home:
-        return Path(home).expanduser()
+        return Path(os.path.expanduser(home))
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pagemill"
 

@@ -29,16 +29,32 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     Raises ModelNotFoundError if there is no such model, PullError if it cannot be fetched.
     """
     name = os.fspath(name_or_path)
-    path = Path(name).expanduser()
+    return _find(name) or pull_model(name).path
+
+
+def resolve_config(name: str) -> Path:
+    """Returns the folder or GGUF file that has a model's configuration, found as `resolve_model` finds it. No weights
+    are fetched: of an id that is not on this machine, config.json alone.
+
+    Raises ModelNotFoundError if there is none, PullError if it cannot be fetched.
+    """
+    if found := _find(name):
+        return found
+    if huggingface.is_hub_id(name):
+        return huggingface.pull_config(name)
+    raise ModelNotFoundError(f"{name} is not on this machine; fetch it first: pagemill pull {name}", param="model")
+
+
+def _find(name: str) -> Path | None:
+    """Returns where a model lies on this machine, if it does. Raises ModelNotFoundError for what is no model's name."""
+    path = Path(os.path.expanduser(name))
     if name and _exists(path):
         return path
     if name in REGISTRY:
-        found = REGISTRY[name].file if REGISTRY[name].is_pulled() else None
-    elif huggingface.is_hub_id(name):
-        found = huggingface.cached(name)
-    else:
-        raise _no_such_model(name)
-    return pull_model(name).path if found is None else found
+        return REGISTRY[name].file if REGISTRY[name].is_pulled() else None
+    if huggingface.is_hub_id(name):
+        return huggingface.cached(name)
+    raise _no_such_model(name)
 
 
 def pull_model(name: str) -> Pulled:

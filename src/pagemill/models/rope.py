@@ -69,12 +69,15 @@ def scaled_max_position(parameters: Parameters, max_position: int) -> int:
     llama3 and longrope checkpoints declare the scaled length already.
     """
     factor = parameters.get("factor") or 1.0
-    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise ModelConfigError(f"the RoPE factor is {factor!r}; it must be a positive number", param="rope_parameters")
+    trained = parameters.get("original_max_position_embeddings") or max_position
+    for what, value in (("factor", factor), ("original length", trained)):
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ModelConfigError(
+                f"the RoPE {what} is {value!r}; it must be a positive number", param="rope_parameters"
+            )
     if parameters.get("rope_type") == "linear":
         return int(max_position * factor)
     if parameters.get("rope_type") == "yarn":
-        trained = parameters.get("original_max_position_embeddings") or max_position
         return max(max_position, int(trained * factor))
     return max_position
 

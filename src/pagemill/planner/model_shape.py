@@ -18,16 +18,16 @@ def find_shape(name: str) -> ModelShape:
     """
     if name in names_in(SHAPES) or name.endswith(".json"):
         return read_shape(name)
-    from pagemill.hub import resolve_model
+    from pagemill.hub import resolve_config
     from pagemill.models.families import ModelConfig, find_family
-    from pagemill.models.loading.load import open_checkpoint
+    from pagemill.models.loading.load import read_config
 
     try:
-        path = resolve_model(name)
+        path = resolve_config(name)
     except ModelNotFoundError as error:
         known = ", ".join(names_in(SHAPES))
         raise ModelNotFoundError(f"{error.message}; shapes known without a model: {known}", param="model") from None
-    config = open_checkpoint(path, {}).config
+    config = read_config(path)
     family = find_family(config["model_type"], config.get("architectures"))
     return shape_of(family.describe(ModelConfig(config), None), name)
 

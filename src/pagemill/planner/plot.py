@@ -60,8 +60,12 @@ def draw(plan: Plan, path: Path) -> None:
     labels = [f"tensor parallel {option.size.settings.ranks}" for option in plan.options]
     figure.legend(axes[0].lines[:-1:2], labels, fontsize=8, loc="outside upper center", ncols=4)
     figure.supxlabel(plan.options[0].size.roofline.description.replace("*", ""), fontsize=8)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=140)
+    except OSError as error:
+        raise ConfigError(f"plot is {str(path)!r}, which cannot be written: {error}", param="plot") from error
+    finally:
+        pyplot.close(figure)
 
 
 def _priced(plan: Plan) -> bool:

@@ -29,7 +29,8 @@ def _head(plan: Plan) -> str:
     roofline, settings = best.size.roofline, best.size.settings
     output, everything = best.at_share.output_len, best.at_share.length
     cost = "" if best.cost_output is None else f", ${best.cost_output:.2f} per million output tokens"
-    host = f" --kv-host-memory {settings.kv_host_memory / 2**30:g}GiB" if settings.kv_host_memory else ""
+    memory, host_memory = (size * settings.ranks / 2**30 for size in (roofline.kv_bytes, settings.kv_host_memory))
+    host = f" --kv-host-memory {host_memory:g}GiB" if host_memory else ""
     kv = "" if settings.kv_dtype == "auto" else f" --kv-cache-dtype {settings.kv_dtype}"
     parallel = f" --tensor-parallel-size {settings.ranks}" if settings.ranks > 1 else ""
     weights = {"int8": " --quantization int8", "float8": ""}.get(roofline.dtype, f" --dtype {roofline.dtype}")
@@ -39,7 +40,7 @@ def _head(plan: Plan) -> str:
         f"{plan.load.rate:.3g} requests/s, {everything - output:.0f} tokens in and {output:.0f} out in the mean; "
         f"limits: {plan.limits}\n"
         f"Serve it with {best.replicas} x{parallel}{weights} --max-num-seqs {settings.max_num_seqs} "
-        f"--max-num-batched-tokens {settings.max_num_batched_tokens} --kv-memory {roofline.kv_bytes / 2**30:.1f}GiB"
+        f"--max-num-batched-tokens {settings.max_num_batched_tokens} --kv-memory {memory:.1f}GiB"
         f"{kv}{host}{cost}{modelled}\n"
     )
 

@@ -44,6 +44,11 @@ class Choices:
     max_num_batched_tokens: tuple[int, ...] = (2048, 512, 8192)
     kv_host_memory: tuple[int, ...] = (0,)
 
+    def batches(self) -> list[tuple[int, int]]:
+        """Returns the pairs of max_num_batched_tokens and max_num_seqs that an engine takes: every sequence of a step
+        gets a token at least."""
+        return [pair for pair in product(self.max_num_batched_tokens, self.max_num_seqs) if pair[0] >= pair[1]]
+
 
 @dataclass
 class Size:
@@ -187,13 +192,8 @@ def _too_slow_alone(
 
 
 def _first_settings(ranks: int, choices: Choices) -> Settings:
-    return Settings(
-        ranks,
-        choices.kv_dtype[0],
-        choices.max_num_seqs[0],
-        choices.max_num_batched_tokens[0],
-        choices.kv_host_memory[0],
-    )
+    tokens, seqs = choices.batches()[0]
+    return Settings(ranks, choices.kv_dtype[0], seqs, tokens, choices.kv_host_memory[0])
 
 
 class _Search:
@@ -220,9 +220,8 @@ class _Search:
         """Returns the settings with the largest capacity: of all pairs of max_num_batched_tokens and max_num_seqs, and
         then with each other setting changed after the other."""
         size = self.with_settings(settings)
-        for tokens, seqs in list(product(choices.max_num_batched_tokens, choices.max_num_seqs))[1:]:
-            if tokens >= seqs:
-                size = self._better(size, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+        for tokens, seqs in choices.batches()[1:]:
+            size = self._better(size, max_num_batched_tokens=tokens, max_num_seqs=seqs)
         for name in ("kv_dtype", "kv_host_memory"):
             for value in getattr(choices, name)[1:]:
                 size = self._better(size, **{name: value})

@@ -91,10 +91,10 @@ class SamplingParams:
         Penalty, about("Above 0 discourages tokens the more often the answer has them.", _OFF_AT_0)
     ] = 0.0
     repetition_penalty: Annotated[
-        Annotated[float, Meta(gt=0, le=2)], about("Above 1 discourages what was said before.", _OFF_AT_1)
+        Annotated[float, Meta(ge=1e-6, le=2)], about("Above 1 discourages what was said before.", _OFF_AT_1)
     ] = 1.0
     temperature: Annotated[
-        Annotated[float, Meta(ge=0)],
+        Annotated[float, Meta(ge=0, le=1e6)],
         about("0 always takes the most likely token.", "0 always takes the most likely token"),
     ] = 1.0
     top_p: Annotated[

@@ -69,7 +69,7 @@ class SessionStore:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, max_sessions: int, timeout_s: float | None) -> None:
-        self.path = None if path is None else Path(path).expanduser()
+        self.path = None if path is None else Path(os.path.expanduser(path))
         self._max_sessions = max_sessions
         self._limits: dict[str, int | None] = {}
         self._timeout_s = timeout_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ class AdapterLoader:
 
     def load(self, path: str | Path, free_bytes: int) -> Adapter:
         """Returns an adapter, packed for the device, in what memory is free there. Raises `ModelLoadError` children."""
-        folder = Path(path).expanduser()
+        folder = Path(os.path.expanduser(path))
         if self._spec.latent is not None:
             raise AdapterError(
                 f"the adapter in {folder} is for a model with latent attention ({self._spec.family}), for which "

@@ -24,7 +24,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.errors import CorruptWeightsError, ModelNotFoundError, UnknownArgumentError, UnsupportedModelError
+from pagemill.errors import (
+    CorruptWeightsError,
+    ModelConfigError,
+    ModelNotFoundError,
+    UnknownArgumentError,
+    UnsupportedModelError,
+)
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
@@ -200,12 +206,18 @@ def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         if key == "rope_theta":
             flat = {**flat, "rope_theta": value}
         else:
-            scaling = dict(value or {})
+            scaling = _table(key, value)
             scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type", "default")
             flat = {"rope_theta": flat.get("rope_theta"), "partial_rotary_factor": flat.get("partial_rotary_factor")}
             flat = {name: given for name, given in flat.items() if given is not None} | scaling
         merged["rope_parameters"] = {**parameters, kinds[0]: flat} if kinds else flat
     return merged
+
+
+def _table(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping | None):
+        raise ModelConfigError(f"{key} is {value!r}; it must be a table, as in config.json", param=key)
+    return dict(value or {})
 
 
 def check_overrides(overrides: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -16,6 +16,8 @@ from pagemill.models.loading.checkpoint import MappedFile, TensorInfo
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST_DEPTH = 8
+"""Of arrays in arrays; no known key has one in another."""
 _LENGTH = struct.Struct("<Q")
 _VERSIONS = (2, 3)
 
@@ -122,7 +124,7 @@ class GGUFFile:
         nbytes = math.prod(shape) // form.block * form.nbytes
         return TensorInfo(shape, form.name, nbytes, self._file, begin)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
@@ -131,9 +133,9 @@ class GGUFFile:
                 return list(self._scalars(_SCALARS[item], count))
             if count > self._size:
                 raise self._corrupt(f"an array claims {count} elements")
-            return (
-                [self._string() for _ in range(count)] if item == _STRING else [self._value(item) for _ in range(count)]
-            )
+            if depth == _MOST_DEPTH:
+                raise self._corrupt(f"arrays lie more than {_MOST_DEPTH} deep in each other")
+            return [self._value(item, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise self._corrupt(f"a metadata value has the unknown type {kind}")
         return self._scalar(_SCALARS[kind])

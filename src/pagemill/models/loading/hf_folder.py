@@ -35,10 +35,7 @@ class HuggingFaceFolder(Checkpoint):
 
     def __init__(self, path: Path, overrides: Mapping[str, Any]) -> None:
         self.path = path
-        raw = read_json(path / "config.json")
-        self.config = _normalise(apply_overrides(raw, overrides), path / "config.json")
-        if overrides:
-            check_overrides(overrides, {**raw, **_normalise({"model_type": self.config["model_type"]}, path)})
+        self.config = read_folder_config(path, overrides)
         self.eos_token_ids = _eos_token_ids(path, self.config)
         self.tensors: dict[str, TensorInfo] = {}
         self.files = [self._open(file) for file in self._weight_files()]
@@ -130,6 +127,16 @@ def _size(value: Any) -> int:
     return value
 
 
+def read_folder_config(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a folder's configuration, normalised, with `overrides` on top. Raises ModelNotFoundError,
+    ModelConfigError, UnsupportedModelError, or UnknownArgumentError for an override of nothing."""
+    raw = read_json(path / "config.json")
+    config = _normalise(apply_overrides(raw, overrides), path / "config.json")
+    if overrides:
+        check_overrides(overrides, {**raw, **_normalise({"model_type": config["model_type"]}, path)})
+    return config
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelNotFoundError(
             f"there is no {path.name} in {path.parent}; give a folder that a model was saved to, or a .gguf file"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path} cannot be read: {error}; download it again") from error
     if not isinstance(content, dict):
         raise ModelConfigError(f"{path} holds a {type(content).__name__} instead of a table; download it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading.assemble import Assembler
 from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
+from pagemill.models.loading.hf_folder import read_folder_config
 from pagemill.models.loading.keep import Keep, Nothing
 from pagemill.models.loading.packed_store import PackedStore, packed_key
 from pagemill.models.loading.pieces import piece_threads
@@ -94,7 +96,7 @@ def load_model(
     max_model_len, quantization) or UnknownArgumentError (a key of hf_overrides).
     """
     device = torch.device(device)
-    checkpoint = open_checkpoint(Path(path).expanduser(), hf_overrides or {})
+    checkpoint = open_checkpoint(Path(os.path.expanduser(path)), hf_overrides or {})
     config = checkpoint.config
     own = checkpoint.quantization
     if quantization is None and (ops.keeps_narrow or (dtype == "auto" and ops.multiplies_integers and own != "fp8")):
@@ -150,6 +152,13 @@ def load_model(
         fingerprint=mark,
         names=family.names,
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns a model's normalised configuration. A folder needs no weights. Raises as `open_checkpoint` does."""
+    if path.is_dir():
+        return read_folder_config(path, {})
+    return open_checkpoint(path, {}).config
 
 
 def open_checkpoint(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -81,7 +82,7 @@ def load_medusa(
     dtype: the model's. quantization: "int8" rounds all layers to 8 bits, as the model's; else they are held in `dtype`.
     Raises `ModelLoadError` children.
     """
-    weights = _Weights(Path(path).expanduser())
+    weights = _Weights(Path(os.path.expanduser(path)))
     count = 1 + max((place.head for place in weights.places), default=-1)
     if not count:
         raise CorruptWeightsError(f"{weights.path} holds no heads; save them again")

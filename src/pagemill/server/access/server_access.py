@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -113,8 +114,8 @@ class ServerAccess:
         """Reads the certificate, if there is to be one. Raises ConfigError."""
         if self.ssl_certfile is None:
             return None
-        keyfile = None if self.ssl_keyfile is None else Path(self.ssl_keyfile).expanduser()
-        return Certificate(Path(self.ssl_certfile).expanduser(), keyfile)
+        keyfile = None if self.ssl_keyfile is None else Path(os.path.expanduser(self.ssl_keyfile))
+        return Certificate(Path(os.path.expanduser(self.ssl_certfile)), keyfile)
 
     def has_keys(self, tenants: TenantsFile | None) -> bool:
         """Returns whether requests need a key, given here or in a tenants file."""
