@@ -1,7 +1,7 @@
 """Measures this machine's ceilings, states each workload's floor under them, and pagemill's share of that floor.
 
-    python -m benchmarks.roofline [--dtype float32] [--quantization gguf] [--workloads one,two,mixed] [--rounds 3]
-                                  [--model PATH] [--json FILE]
+    python -m benchmarks.roofline [--dtype float32] [--quantization gguf] [--kv-cache-dtype int8]
+                                  [--workloads one,two,mixed] [--rounds 3] [--model PATH] [--json FILE]
 
 Floor of a workload: the sum over the steps that the engine ran of max(weight bytes / read bandwidth, FLOP / GEMM rate)
 + distinct attended K/V bytes / read bandwidth. FLOP counts the layers for every token, the head for rows that are
@@ -282,6 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--quantization", choices=["gguf", "int8"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8"])
     parser.add_argument("--workloads", default=",".join(STANDARD))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default=MODEL, help="with the tokenizer of the default")
@@ -291,7 +292,11 @@ def main() -> None:
     machine = describe_machine()
     engine = Engine(
         {"gguf": str(resolve_model(arguments.model))},
-        {"dtype": arguments.dtype, "quantization": arguments.quantization},
+        {
+            "dtype": arguments.dtype,
+            "quantization": arguments.quantization,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
+        },
     )
     decoder = engine.core.executor.decoder
     held = Model.of(decoder, engine.core.executor.pool.dtype, held=True)
@@ -331,6 +336,7 @@ def main() -> None:
             "machine": machine,
             "dtype": arguments.dtype,
             "quantization": arguments.quantization,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
             "ceilings": asdict(ceilings),
             "workloads": rows,
         }

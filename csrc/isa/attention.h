@@ -3,9 +3,11 @@
 // Keys are cut into partitions of 256 at fixed absolute positions. A query's scores, maximum, sum and weighted values
 // are computed partition by partition, each relative to the partition's own maximum, and folded in ascending order.
 // What a tile, a task or a call covers therefore changes no bit: masked keys contribute an exact zero, and each sum is
-// one chain in key order. The queries of all heads that share a KV head, and of all rows that share a prefix, are
-// computed together, so K and V are read once. A pass (attention_vectors.h, attention_tiled.h) computes a partition.
-// `Few` takes the tasks of few rows, `Many` the others, with the same bits where they are two.
+// one chain in key order. Only of values that are not finite a later token's may reach the queries that run beside its
+// own: their request fails then, and what was computed for it is not kept. The queries of all heads that share a KV
+// head, and of all rows that share a prefix, are computed together, so K and V are read once. A pass
+// (attention_vectors.h, attention_tiled.h) computes a partition. `Few` takes the tasks of few rows, `Many` the others,
+// with the same bits where they are two.
 #pragma once
 
 #include "../threads.h"

@@ -20,10 +20,6 @@ constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
 // Memory is slower than the products, and the hardware starts anew at each page: what the first rows read is fetched
 // before.
 constexpr int kBlocksAhead = 4;  // of values
-INLINE void fetch_line(const void* at) {
-    if (fetches_to_second_level) __builtin_prefetch(at, 0, 2);
-    else __builtin_prefetch(at);
-}
 
 // The left operand of a product: tile t of step s at data + t * tile + s * step, its rows `row` apart; all in bytes.
 struct TileOperand {

@@ -25,11 +25,6 @@ template <class V> INLINE V load_as(const void* p) {
 }
 template <class V> INLINE void store_as(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 
-INLINE void fetch_line(const char* at) {
-    if (fetches_to_second_level) __builtin_prefetch(at, 0, 2);
-    else __builtin_prefetch(at, 0, 3);
-}
-
 // The next piece, which is fetched while this one is expanded and multiplied with: `stride` bytes at every turn, at
 // most two lines.
 struct NextPiece {

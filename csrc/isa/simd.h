@@ -34,6 +34,12 @@ namespace pagemill { namespace {
 #define UNROLL
 #endif
 
+// Fetches a line that is read soon.
+INLINE void fetch_line(const void* at) {
+    if (fetches_to_second_level) __builtin_prefetch(at, 0, 2);
+    else __builtin_prefetch(at);
+}
+
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 struct u4 { uint8_t bits; };  // two integers of 4 bits

@@ -93,6 +93,25 @@ def test_logits_that_are_not_finite_fail_their_request_only(core, requests, monk
     assert_only_r2_failed(drive(core, requests), expected, "NonFiniteLogitsError")
 
 
+def test_what_was_computed_for_logits_that_are_not_finite_is_not_found(make_engine, prompts, monkeypatch):
+    """A kernel may multiply a weight of zero by a later token's value, so what lies before that token is suspect too."""
+    core = make_engine(max_num_batched_tokens=64)
+    joined = [token for prompt in prompts for token in prompt]
+    shared, own = joined[:48], joined[100:180]
+    drive(core, [request("first", shared + own[:1], GREEDY)])
+    seen = []
+
+    def act(token_ids, batch, hidden):
+        seen.extend(token_ids.tolist())
+        return torch.full_like(hidden, float("nan")) if MARK in seen else hidden
+
+    with monkeypatch.context() as patch:
+        poison(core, patch, act)
+        run = drive(core, [request("bad", [*shared, *own[:40], MARK, *own[40:]], GREEDY)])
+    assert run.last["bad", 0].error.error_type == "NonFiniteLogitsError"
+    assert drive(core, [request("again", shared + own, GREEDY)]).cached["again"] == 48
+
+
 def test_an_error_of_a_step_says_which_argument_it_is_about(core, prompts):
     none_left = SamplingParams(allowed_token_ids=core.ready.eos_token_ids, min_tokens=1)
     (last,) = drive(core, [request("r", prompts[0], none_left)]).last.values()

@@ -282,6 +282,12 @@ class MemoryManager:
         """
         moving.forget_lost(self.core, frames)
 
+    def distrust(self, table: BlockTable, start: int) -> None:
+        """Makes what a table holds behind its first `start` tokens unfindable, as `forget_lost` does."""
+        first = start // self.block_size
+        held = [block for entries in table.blocks for block in entries[first:] if block >= 0]
+        self.forget_lost(set(self.core.frames_of(held)))
+
     def reset(self) -> bool:
         """Makes all cached blocks unfindable, unsaved, so that every frame is free. Returns False, and changes nothing,
         while any block is active, or a step in flight. O(blocks)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagemill.draft_counts import DraftCounts
+from pagemill.errors import NonFiniteLogitsError
 from pagemill.scheduling import forks, speculation
 from pagemill.scheduling.batch import Entry
 from pagemill.scheduling.sequence import Sequence, SequenceUpdate, Status
@@ -37,6 +38,8 @@ class Commits:
         for position, entry in enumerate(entries):
             sequence, end = entry.sequence, entry.end
             if failed and position in failed:
+                if isinstance(failed[position], NonFiniteLogitsError) and sequence.table is not None:
+                    self._memory.distrust(sequence.table, sequence.num_cached_tokens)
                 updates += self.fail(sequence, failed[position], now)
             elif sequence.status is not finished and not entry.drafts:  # else it is not known yet which are right
                 self._keep(sequence, entry.start, end)
