@@ -94,7 +94,7 @@ def test_logits_that_are_not_finite_fail_their_request_only(core, requests, monk
 
 
 def test_what_was_computed_for_logits_that_are_not_finite_is_not_found(make_engine, prompts, monkeypatch):
-    """A kernel may multiply a weight of zero by a later token's value, so what lies before that token is suspect too."""
+    """A kernel may multiply a weight of zero by a later token's value: what lies before that token is suspect too."""
     core = make_engine(max_num_batched_tokens=64)
     joined = [token for prompt in prompts for token in prompt]
     shared, own = joined[:48], joined[100:180]

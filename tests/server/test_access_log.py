@@ -62,6 +62,14 @@ def test_an_id_comes_and_goes(lines):
     assert lines()[-1]["request_id"] == given
 
 
+def test_failures_of_the_server_stay_where_only_warnings_are_logged(caplog):
+    caplog.set_level(logging.WARNING, "pagemill.access")
+    for path in ("/200", "/404", "/500", "/503"):
+        ask(AccessLog(answering), path)
+    found = [(record.levelname, record.fields["status"]) for record in caplog.records if record.message == "request"]
+    assert found == [("WARNING", 500), ("WARNING", 503)]
+
+
 @pytest.mark.parametrize("wrong", ["", "two words", "x" * 129, "\u00e9"])
 def test_a_wrong_id_is_refused(lines, wrong):
     answer = ask(AccessLog(answering), **{"X-Request-Id": wrong.encode("latin-1")})

@@ -131,13 +131,14 @@ class AccessLog:
             self._log(scope, state, status, ended - began)
 
     def _log(self, scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
-        if not LOGGER.isEnabledFor(logging.INFO):
+        level = logging.WARNING if status >= 500 else logging.INFO
+        if not LOGGER.isEnabledFor(level):
             return
         call: Generating | None = state.get("call")
         if call is None and not self._lines.allow(status):
             return
         LOGGER.log(
-            logging.WARNING if status >= 500 else logging.INFO,
+            level,
             "request",
             extra=fields(
                 request_id=state["request_id"],
