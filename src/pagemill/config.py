@@ -165,8 +165,8 @@ class EngineConfig:
         Positive | Literal["auto", "off"],
         about(
             "Milliseconds between a request's tokens to aim for; auto: prompts make a step at most 1.75 times as long "
-            "as it is without them, and admission keeps room for what running answers will need; off: prompts and "
-            "admission take what is free."
+            "as it is without them, and admission keeps room for what running answers will need; off, as in LLM: "
+            "prompts and admission take what is free."
         ),
     ] = "auto"
     speculative_config: Annotated[
@@ -226,10 +226,7 @@ class EngineConfig:
     ] = None
     tensor_parallel_size: Annotated[
         RankCount,
-        about(
-            "Processes that share the model: each has an equal part of every layer, and the KV cache of its heads "
-            "(CPU only)."
-        ),
+        about("Processes that share the model: each has an equal part of every layer, and the KV cache of its heads."),
     ] = 1
     ageing_s: Annotated[
         Annotated[float, Meta(ge=0)], about("Seconds of waiting that make up for one step of priority.")

@@ -27,7 +27,7 @@ class Fixed(NamedTuple):
     misleading: tuple[Any, ...] = ()
 
 
-ONE_DEVICE = "runs on one device"
+ONE_DEVICE = "divides a model over devices by tensor_parallel_size alone"
 OWN_GRAPHS = "captures CUDA graphs of decode steps by itself, the usual ones at the start, or none with enforce_eager"
 NO_DOWNLOAD_CHOICE = "takes the version that its own names or the Hugging Face cache stand for"
 
@@ -36,7 +36,7 @@ OF_ENGINES: dict[str, Fixed] = {
     "data_parallel_size": Fixed((1,), ONE_DEVICE),
     "distributed_executor_backend": Fixed((None, "uni", "mp"), "runs a model's parts in processes of this machine"),
     "enable_expert_parallel": Fixed((False,), ONE_DEVICE),
-    "disable_custom_all_reduce": Fixed((True, False), ONE_DEVICE),
+    "disable_custom_all_reduce": Fixed((True, False), "has no all-reduce of its own"),
     "max_seq_len_to_capture": Fixed((8192,), OWN_GRAPHS),
     "compilation_config": Fixed((None,), OWN_GRAPHS),
     "trust_remote_code": Fixed((False,), "runs no code of a model's", (True,)),
@@ -45,7 +45,7 @@ OF_ENGINES: dict[str, Fixed] = {
     "disable_log_stats": Fixed((True,), "logs no statistics; stats() returns them", (False,)),
     "max_cpu_loras": Fixed((None,), "keeps every adapter that it has loaded, up to max_loras"),
     "lora_dtype": Fixed(("auto",), "holds adapters as they are stored, or in the model's dtype"),
-    "fully_sharded_loras": Fixed((False,), ONE_DEVICE),
+    "fully_sharded_loras": Fixed((False,), "takes adapters on one device alone"),
     "skip_tokenizer_init": Fixed((False,), "always loads the tokenizer"),
     "swap_space": Fixed(
         (0, 0.0), "sends evicted blocks to kv_host_memory and kv_disk_memory instead, where those are set", (4, 4.0)
@@ -71,10 +71,10 @@ OF_ENGINES: dict[str, Fixed] = {
     ),
     "override_generation_config": Fixed((None,), "samples by SamplingParams() where nothing is given"),
     "num_gpu_blocks_override": Fixed((None,), "sizes the KV cache by kv_memory"),
-    "calculate_kv_scales": Fixed((False,), "scales a KV cache of 8 bits by the token"),
+    "calculate_kv_scales": Fixed((False,), "scales a KV cache in int8 by the token, and one in fp8 not at all"),
     "kv_transfer_config": Fixed((None,), "moves blocks by kv_host_memory and kv_disk_memory"),
     "scheduling_policy": Fixed(("priority", "fcfs"), "serves by priority, and first come first served within one"),
-    "async_scheduling": Fixed((None, False), "plans a step when the one before it has run"),
+    "async_scheduling": Fixed((None, True, False), "plans a step while the one before it runs, on GPUs alone"),
     "limit_mm_per_prompt": Fixed((None,), "reads text only"),
     "mm_processor_kwargs": Fixed((None,), "reads text only"),
     "logits_processors": Fixed((None,), "runs no functions of callers in its engine"),

@@ -11,7 +11,9 @@ from pagemill.hub.local_models import remove_model
 
 
 def rm(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Names, as pagemill ls shows them.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL", help="Names, or Hugging Face ids (org/name), with all files.")
+    ],
 ) -> None:
     """Delete models that were fetched to this machine.
 

@@ -46,13 +46,10 @@ def _head(plan: Plan) -> str:
 
 
 def _modelled_only(roofline: Roofline) -> str:
-    """Says what of a plan is modelled and cannot be served today."""
-    said = ""
-    if roofline.dtype == "float8":
-        said += "\nmodelled only: nothing serves weights in float8 today"
+    """Says what of a plan has never been served."""
     if roofline.ranks > 1 and roofline.device.link_bytes_per_s is not None:
-        said += "\nmodelled; tensor parallelism runs on CPUs today"
-    return said
+        return "\nmodelled; no model has been served on several GPUs yet"
+    return ""
 
 
 def _options(plan: Plan) -> Table:
