@@ -82,6 +82,21 @@ def test_long_rows_keep_their_bits_in_any_chunks_of_prefill(backend: Elsewhere) 
         assert torch.equal(attend(backend, case, [(0, begin, end)])[0], whole[begin:end])
 
 
+def test_small_weights_of_small_int8_values_count(backend: Elsewhere) -> None:
+    """A key far likelier than all others leaves these weights that fp16 has not, times their values' scales."""
+    case = PagedCase([(600, 40), (600, 1)], dtype="int8", query_dtype=torch.float16, layout=block_major, seed=36)
+    for queries, keys, values in zip(case.queries, case.keys, case.values, strict=True):
+        queries.zero_()[..., 0] = 10
+        keys.zero_()[0, :, 0] = 9.9 / (10 * 0.125)
+        values.fill_(0.06)[0] = 0
+    case.write_all(backend)
+    prompt, decoded = attend(backend, case, [(0, 0, 40), (1, 0, 1)])
+    others = torch.arange(560, 600) * torch.tensor(-9.9).exp()
+    expected = 0.06 * others / (1 + others)
+    torch.testing.assert_close(prompt.float(), expected[:, None, None].expand_as(prompt), rtol=0.03, atol=0)
+    torch.testing.assert_close(decoded.float(), expected[-1:, None, None].expand_as(decoded), rtol=0.03, atol=0)
+
+
 @pytest.mark.parametrize(("capability", "dims"), [((8, 0), 32), ((9, 0), 64), ((10, 0), 32)])
 def test_small_heads_are_padded_on_hopper(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dims: int

@@ -87,6 +87,12 @@ def test_a_number_or_a_word(text, value):
     assert EngineConfig(model="m", **received["settings"]).target_tpot_ms == value
 
 
+@pytest.mark.parametrize("text", ["1073741824", "1", "40%", "0.5", "64MiB"])
+def test_sizes_stay_texts_whose_words_are_their_own(text):
+    call("--kv-memory", text, "--kv-host-memory", text)
+    assert received["settings"] == {"kv_memory": text, "kv_host_memory": text}
+
+
 @pytest.mark.parametrize("text", ["fast", "-1", "nan", "inf"])
 def test_neither_a_number_nor_a_word(text):
     call("--target-tpot-ms", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from checked_device import OrderError
@@ -20,9 +21,10 @@ from pagemill.attention.triton_backend import TritonAttention
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import DeviceLostError, NonFiniteLogitsError
+from pagemill.executor import staging
 from pagemill.executor.backend import torch_backend
 from pagemill.executor.load import open_executor
-from pagemill.executor.staging import Ring
+from pagemill.executor.staging import Ring, Slot, Streams
 from pagemill.sampling.params import SamplingParams
 
 BACKEND = torch_backend(torch.device("cpu"))
@@ -246,6 +248,23 @@ def test_a_step_without_memory_is_survived_and_what_stood_on_it_is_run_again(sma
     run = drive(core, requests)
     assert fails[0] < 0
     assert run.tokens == on_cpu(config, requests)
+
+
+def test_a_slot_without_memory_to_grow_stays_as_it_was(device, monkeypatch):
+    slot, arrays, empty = Slot(device, 8, Streams(device)), [np.arange(1 << 17, dtype=np.int32)], torch.empty
+
+    def out_of_memory(*size, **kinds):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.torch, "empty", out_of_memory)
+        patch.setattr(device, "pinned", lambda nbytes: empty(nbytes, dtype=torch.uint8))
+        with pytest.raises(torch.OutOfMemoryError):
+            slot.stage(arrays)
+    (place,) = slot.stage(arrays)
+    there = slot.upload()
+    device.synchronize()
+    assert torch.equal(place.of(there), torch.from_numpy(arrays[0]))
 
 
 def test_a_lost_device_is_a_dead_engine(small_model, device):

@@ -140,6 +140,22 @@ def test_a_rank_that_is_lost_in_a_step_ends_all(small_model, device, monkeypatch
     core.close()
 
 
+def test_a_rank_whose_device_fails_between_steps_ends_at_once(small_model, device):
+    """Rank 0 has nothing to say to it, and would wait for it in the next collective."""
+    config, executor = opened(small_model, device)
+    core, (pid,) = EngineCore(config, executor=executor), executor.ranks.pids
+    for each in decoding(2):
+        core.add_request(each)
+    for _ in range(3):
+        core.step()
+    os.kill(pid, signal.SIGUSR1)
+    rank_1 = psutil.Process(pid)
+    wait_until(lambda: rank_1.status() == psutil.STATUS_ZOMBIE, "rank 1 waits for rank 0")
+    with pytest.raises(RankLostError, match="rank 1 of 2 ended"):
+        drive(core, [])
+    core.close()
+
+
 def test_frames_are_asked_for_behind_the_steps_that_write_them():
     ours, theirs = Pipe()
     told, served = rank.Told(theirs), threading.Event()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
 from pagemill.attention.support import AttentionNeeds
+from pagemill.hub.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +47,31 @@ class MeasuredChoice:
 
     def __call__(self, backends: Mapping[str, AttentionBackend]) -> str:
         """Returns the fastest one's name. One that fails counts as the slowest. Raises RuntimeError if all fail."""
-        kept = self._read()
-        times = kept.get(self._key, {})
-        if set(times) != {backend.name for backend in backends.values()}:
-            times = {backend.name: self._seconds(backend) for backend in backends.values()}
-            self._write(kept | {self._key: times})
+        with self._alone():
+            kept = self._read()
+            times = kept.get(self._key, {})
+            if set(times) != {backend.name for backend in backends.values()}:
+                times = {backend.name: self._seconds(backend) for backend in backends.values()}
+                self._write(kept | {self._key: times})
         fastest = min(backends, key=lambda name: times[backends[name].name])
         if times[backends[fastest].name] == float("inf"):
             raise RuntimeError(f"no attention runs on this GPU: {', '.join(times)} failed")
         return fastest
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Holds while no other process measures: the ranks of a model must choose alike."""
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            lock = open_private(self._file.with_name(f"{self._file.name}.lock"))
+        except OSError:  # nothing is kept there either
+            yield
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
 
     def _seconds(self, backend: AttentionBackend) -> float:
         try:

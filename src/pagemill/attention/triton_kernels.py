@@ -151,6 +151,8 @@ def attend(
     if VALUE_AS == "int4":
         result_upper = tl.zeros([BLOCK_M, DIMS // 2], tl.float32)
     FIRST: tl.constexpr = window is not None or key_start is not None
+    # Scales of int8 may be so small, and weights too, that fp16 has no such number; a scale is at most 65504 / 127.
+    UP: tl.constexpr = 64.0 if VALUE_AS == "int8" and tl.float16 == VALUE_DOT else 1.0
     for walk in tl.static_range(3):
         if walk == 0:
             walk_from, walk_to = begin, tl.minimum(seen_from, end)
@@ -219,7 +221,7 @@ def attend(
                     v = load_tile(at_tile, there[:, None], (dims < HEAD_DIM)[None, :], walk != 1, HEAD_DIM != DIMS)
                     v = widened(v, VALUE_AS, PACKED, NATIVE, VALUE_DOT)
                     if VALUE_AS == "int8":
-                        weights *= load(value_scale + value_scale_at, there, walk != 1)[None, :]
+                        weights *= UP * load(value_scale + value_scale_at, there, walk != 1)[None, :]
                     result = tl.dot(weights.to(VALUE_DOT), v, result, input_precision="ieee")
                 if walk == 2 and rest_tables is not None:
                     rest_at = kv_head * value_scale_head + rest_frame * value_scale_frame + offset
@@ -231,7 +233,7 @@ def attend(
                     result = tl.dot(latest_weights, v, result, input_precision="ieee")
                     result_upper = tl.dot(latest_weights, v_upper, result_upper, input_precision="ieee")
 
-    share = tl.where(total == 0, 0.0, 1.0 / total)[:, None]
+    share = tl.where(total == 0, 0.0, 1.0 / (UP * total))[:, None]
     log2_sum = peak + tl.log2(total)
     out_at, out_there = place_results(
         lse, chunk_output, chunk_lse, log2_sum, total, place, row, token, head, heads, few, chunks, real, real

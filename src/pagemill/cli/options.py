@@ -156,7 +156,8 @@ def _with_options(
 
 def _read(declared: Mapping[str, Argument], name: str, value: Any) -> Any:
     """Returns a flag's text as a number where its argument is one or a word, as in `60` or `auto`."""
-    if isinstance(value, str) and name in declared and float in typing.get_args(declared[name].kind):
+    kinds = typing.get_args(declared[name].kind) if name in declared else ()
+    if isinstance(value, str) and float in kinds and str not in kinds:
         with contextlib.suppress(ValueError):
             return float(value)
     return value

@@ -46,6 +46,11 @@ class DeviceWorker(Worker):
         self._steps.check_growth(num_frames)
         super().resize(num_frames)
 
+    def look(self) -> None:
+        """Raises RuntimeError if the device has failed in a step: it ends this process, and rank 0 hears of that."""
+        for _, done in self._flights:
+            done.query()
+
     def do(self, message: DeviceStep | DeviceLogits | Measure | Compile) -> None:
         """Takes part in what rank 0's device does."""
         match message:

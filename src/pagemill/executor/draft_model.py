@@ -108,14 +108,15 @@ class DraftModel:
         slots, size = inputs.slots[self._layers.group], self._rows.block_size
         unmarked &= slots >= 0
         found = [slots[unmarked]]
+        last: NDArray[np.int32] = np.empty(0, np.int32)
         if not len(plan.draft_tokens):
             last = inputs.query_start[1:] - 1
             last = last[unmarked[last]]
-            self._marked[inputs.rows[last]] = (inputs.positions[last] // size + 1) * size
             found += [np.arange(slot + 1, (slot // size + 1) * size) for slot in slots[last].tolist()]
         slots = np.concatenate(found)
         frames, offsets = (self._rows.to_device(part) for part in np.divmod(slots, size))
         self._marks[frames, offsets] = torch.nan
+        self._marked[inputs.rows[last]] = (inputs.positions[last] // size + 1) * size
 
     def propose(self, plan: StepPlan) -> tuple[StepPlan, set[int], DraftWork]:
         self._known[plan.rows] = np.minimum(self._known[plan.rows], plan.starts)

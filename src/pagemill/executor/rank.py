@@ -123,6 +123,7 @@ def main(control: Connection, frames: Connection, shared: int | None = None, *, 
     else:
         assert sharding.sums is not None
         worker = DeviceWorker(device, share, config, Together(sharding.sums, told.agree))
+        told.meanwhile = worker.look
     gc.freeze()
     threading.Thread(target=_serve_frames, args=(worker, frames, told), daemon=True, name="frames").start()
     control.send(share.backend.attention.name)
@@ -137,10 +138,18 @@ def main(control: Connection, frames: Connection, shared: int | None = None, *, 
             control.send(answer)
 
 
+LOOK_S = 0.1
+"""Seconds between two looks at a device while rank 0 says nothing."""
+
+
 class Told:
-    """Hears what rank 0 sends, in order, and lets who serves frames beside that wait until it is done."""
+    """Hears what rank 0 sends, in order, and lets who serves frames beside that wait until it is done.
+
+    meanwhile: is called now and then while nothing comes.
+    """
 
     def __init__(self, control: Connection) -> None:
+        self.meanwhile: Callable[[], None] | None = None
         self._control = control
         self._heard = self._done = 0
         self._changed = threading.Condition()
@@ -165,6 +174,8 @@ class Told:
             self._changed.wait_for(lambda: self._done >= messages)
 
     def _hear(self) -> Any:
+        while self.meanwhile is not None and not self._control.poll(LOOK_S):
+            self.meanwhile()
         message = self._control.recv()
         self._heard += 1
         return message

@@ -50,7 +50,7 @@ class Ranks:
     def __init__(self, config: EngineConfig, num_threads: int, transport: Transport | None = None) -> None:
         size = config.tensor_parallel_size
         self.told = 0
-        self._waiting_since_s: float | None = None
+        self._waiting_until_s: float | None = None
         self._closed = threading.Event()
         self.exchange: SharedExchange | GroupExchange
         self.group: GroupExchange | None = None
@@ -120,25 +120,25 @@ class Ranks:
         self._speak([rank.control for rank in self._ranks], [message] * len(self))
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, limit_s: float | None = None) -> Iterator[None]:
         """Holds while the thread that sends may wait for work of a device that other ranks take part in: such a wait
         ends by itself only if they come. So a group is watched: if a rank ends, or the wait takes too long, the ranks
-        are lost, and what was waited for raises or brings nothing."""
-        outermost = self._waiting_since_s is None
+        are lost, and what was waited for raises or brings nothing. limit_s: None for TIMEOUT_S."""
+        outermost = self._waiting_until_s is None
         if outermost:
-            self._waiting_since_s = time.monotonic()
+            self._waiting_until_s = time.monotonic() + (TIMEOUT_S if limit_s is None else limit_s)
         try:
             yield
         finally:
             if outermost:
-                self._waiting_since_s = None
+                self._waiting_until_s = None
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCH_S):
-            since_s = self._waiting_since_s
+            until_s = self._waiting_until_s
             try:
                 self._check_running()
-                if since_s is not None and time.monotonic() - since_s > TIMEOUT_S:
+                if until_s is not None and time.monotonic() > until_s:
                     raise _no_answer()
             except (RuntimeError, TimeoutError) as error:
                 self.lose(error)

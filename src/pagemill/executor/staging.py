@@ -121,9 +121,10 @@ class Slot:
 
     def _grow(self, nbytes: int) -> None:
         """Takes more memory. The step that had the slot last is over, so nothing uses what it had."""
-        self._host = self._device.pinned(nbytes)
+        host = self._device.pinned(nbytes)
         with self._device.use(self._streams.up):  # else it might be memory that computations still use
-            self._there = torch.empty(nbytes, dtype=torch.uint8, device=self._device.where)
+            there = torch.empty(nbytes, dtype=torch.uint8, device=self._device.where)
+        self._host, self._there = host, there  # together: there may be no memory for one of them
 
 
 class Streams:

@@ -32,6 +32,9 @@ from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.models.sharding import SummingExchange
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
+WARM_UP_S = 1800.0
+"""Seconds that trial steps of all ranks may take together: the first ones compile, all ranks on the same cores."""
+
 
 class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
     """Implements `Executor` over all ranks' devices. It is broken, and raises RankLostError, when a rank is lost, or
@@ -64,7 +67,7 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
         )  # fmt: skip
 
     def measure(self) -> None:
-        with self.ranks.waiting():
+        with self.ranks.waiting(WARM_UP_S):
             self.ranks.send(Measure(self._largest, "host" in self.facts.streams))
             super().measure()
 
@@ -75,7 +78,7 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
         largest = self._largest
         if not self.facts.counts_steps:
             largest = LargestStep(*(min(number, FEW_TOKENS) for number in largest))
-        with self._together():
+        with self.ranks.waiting(WARM_UP_S), self._together():
             self.ranks.send(Compile(largest))
             self._steps.compile(largest, self._shape)
 
