@@ -443,6 +443,18 @@ def test_a_configuration_comes_without_weights(hub):
     found = subprocess.run([sys.executable, "-c", FIND, "org/sharded"], capture_output=True, text=True, check=True)
     assert os.listdir(found.stdout.strip()) == ["config.json"]
     assert not any("safetensors" in path for path in hub.asked)
+    config = Path(found.stdout.strip()) / "config.json"
+    os.utime(config, (0, config.stat().st_mtime))
+    resolve_model(config.parent)
+    assert config.stat().st_atime > time.time() - 60
     for name, words in (("org/one-gguf", "has no config.json"), ("org/nothing", "has no model 'org/nothing'")):
         done = subprocess.run([sys.executable, "-c", FIND, name], capture_output=True, text=True)
         assert words in done.stderr
+
+
+def test_a_configuration_out_of_reach_is_said_in_one_line_and_soon(home, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", FIND, "org/model"], capture_output=True, text=True)
+    assert "could not fetch org/model from http://127.0.0.1:9" in done.stderr
+    assert time.monotonic() - start < 20

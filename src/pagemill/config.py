@@ -112,7 +112,7 @@ class EngineConfig:
         int | None, about("Size of the KV cache in bytes, of each of tensor_parallel_size processes (vLLM's name).")
     ] = None
     gpu_memory_utilization: Annotated[
-        float | None,
+        Annotated[float, Meta(gt=0, le=1)] | None,
         about(
             "Share of a device's memory that the whole engine may use, weights and steps too; the KV cache gets what "
             "is left (vLLM's name). Default on GPUs: 0.9."

@@ -122,3 +122,16 @@ def test_no_engine_starts_for_another_server():
     assert [bool(NEEDS_NONE.match(word)) for word in ("--url", "--url=http://a", "-h", "--urls", "m")] == [
         *(True, True, True, False, False)
     ]
+
+
+def test_prompts_that_an_earlier_run_has_left_in_the_cache_are_told():
+    class Warm(Fake):
+        async def handle_async_request(self, request):
+            answer = await super().handle_async_request(request)
+            warm = answer.text.replace(
+                '"prompt_tokens_details": null', '"prompt_tokens_details": {"cached_tokens": 90}'
+            )
+            return httpx.Response(answer.status_code, text=warm)
+
+    assert any("cached by an earlier run: give another --seed" in note for note in measure(Warm()).notes)
+    assert not any("earlier run" in note for note in measure(Fake()).notes)

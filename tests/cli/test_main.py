@@ -138,3 +138,15 @@ def test_a_port_that_can_not_be_is_wrong_usage():
     result = run("serve", "smollm2-135m", "--port", "70000")
     assert result.returncode == 2
     assert "65535" in result.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
+def test_a_full_disk_is_an_error_in_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pagemill", "doctor"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "No space left" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -136,6 +136,10 @@ def test_the_variable_of_a_key_comes_before_the_file(tmp_path, monkeypatch):
         ("a: {", "cannot be read: while parsing"),
         ("hf-overrides: &a {b: *a}", "cannot be read"),
         ("model: m\nmax-num-seqs: 0", "max_num_seqs is 0; it must be an integer of at least 1"),
+        ("model: m\nkv-memory: lots", "kv_memory is 'lots'; it must be bytes"),
+        ("model: m\nkv-host-memory: -1GiB", "kv_host_memory is '-1GiB'; it must be bytes"),
+        ("model: m\nkv-disk-memory: 150%", "kv_disk_memory is '150%'; as a share"),
+        ("model: m\ngpu-memory-utilization: 5", "gpu_memory_utilization is 5.0; it must be a number above 0"),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_place(show, text, message):

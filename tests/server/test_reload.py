@@ -63,13 +63,13 @@ def test_a_tenant_that_is_gone_has_no_guarantee(tmp_path):
     assert reloaded.limits["a"].guaranteed_blocks == 0
 
 
-def test_what_the_engine_refuses_is_tried_again_with_the_next_reading(tmp_path):
+def test_what_the_engine_refuses_is_tried_again_with_the_next_reading(tmp_path, caplog):
     reloaded = Reloaded(tmp_path / "t.json", a={"guaranteed_blocks": "50%"}, b={"guaranteed_blocks": "40%"})
     wanted = {"b": {"guaranteed_blocks": "51%"}, "c": {"guaranteed_blocks": "20%"}}
     reloaded.again(a={"guaranteed_blocks": "50%"}, **wanted)
-    assert reloaded.said[:2] == [
-        "tenant 'b' keeps its limits: too much for b",
-        "tenant 'c' keeps its limits: too much for c",
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "tenant 'b' keeps its limits: too much for b"),
+        ("WARNING", "tenant 'c' keeps its limits: too much for c"),
     ]
     assert reloaded.limits["b"] == TenantLimits(guaranteed_blocks="40%")
     reloaded.again(a={"guaranteed_blocks": "29%"}, **wanted)
@@ -111,14 +111,15 @@ def test_a_key_that_is_gone_is_refused_before_the_engine_has_taken_limits(tmp_pa
 @pytest.mark.parametrize(
     "content", ["{", '{"tenants": {"a": {"no_limit": 1}}}', '{"tenants": {"b": {"api_keys": ["sk-own"]}}}']
 )
-def test_a_file_that_cannot_be_used_changes_nothing(tmp_path, content):
+def test_a_file_that_cannot_be_used_changes_nothing(tmp_path, content, caplog):
     reloaded = Reloaded(tmp_path / "t.json", a={"max_running": 2, "api_keys": ["sk-a"]})
     reloaded.path.write_text(content)
     asyncio.run(reloaded.reload.reload())
     assert reloaded.limits == {"a": TenantLimits(max_running=2)}
-    (said,) = reloaded.said
-    assert said.startswith("keys and limits stay as they were: ")
-    assert "sk-" not in said
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert said.message.startswith("keys and limits stay as they were: ")
+    assert "sk-" not in said.message
     reloaded.path.unlink()
     asyncio.run(reloaded.reload.reload())
     assert reloaded.limits == {"a": TenantLimits(max_running=2)}

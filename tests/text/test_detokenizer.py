@@ -120,3 +120,11 @@ def test_work_per_token_does_not_grow_with_the_text():
     first, decoded = decoded, 0
     stream(tokenizer, ids * 4, False)
     assert decoded <= 4 * first + 50
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "byte_level", "real"])
+def test_tokens_that_are_parts_of_a_character_have_their_bytes(kind):
+    tokenizer = tokenizer_of(kind)
+    spelled = [tokenizer.token_texts.raw(i) for i in tokenizer.encode("a 🙂 ß", add_special_tokens=False)]
+    assert "🙂".encode() in b"".join(spelled)
+    assert any("\ufffd" in part.decode(errors="replace") for part in spelled)

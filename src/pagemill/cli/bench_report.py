@@ -12,6 +12,9 @@ from pagemill.cli.bench_workload import Workload
 if TYPE_CHECKING:
     from rich.table import Table
 
+BLOCK = 16
+"""Tokens that prompts of other texts may have in common behind their prefix."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -70,6 +73,10 @@ class Report:
         """Returns the report of a run. measured: the engine or server, in words for people."""
         prompt = sum(sample.prompt_tokens for sample in samples)
         output = sum(sample.output_tokens for sample in samples)
+        cached = sum(sample.cached_tokens for sample in samples)
+        notes = [*notes]
+        if cached > len(samples) * (workload.prefix_len + BLOCK):
+            notes.append(f"{cached} of {prompt} prompt tokens were cached by an earlier run: give another --seed.")
         return cls(
             workload=workload,
             duration_s=duration_s,
@@ -81,10 +88,10 @@ class Report:
             latency_s=_spread([sample.latency for sample in samples]),
             prompt_tokens=prompt,
             output_tokens=output,
-            cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
+            cached_prompt_tokens=cached,
             failed_requests=workload.num_prompts - len(samples),
             measured=measured,
-            notes=[*notes],
+            notes=notes,
             engine=engine,
         )
 

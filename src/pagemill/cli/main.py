@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 
@@ -26,7 +28,9 @@ def main(args: list[str] | None = None) -> None:
     from pagemill.errors import PagemillError
 
     try:
-        sys.exit(app(args=args, prog_name="pagemill", standalone_mode=False))
+        status = app(args=args, prog_name="pagemill", standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(status)
     except PagemillError as error:
         sys.stderr.write(f"error: {one_line(str(error))}\n")
         sys.exit(1)
@@ -36,3 +40,17 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(2)
     except Abort:
         sys.exit(1)
+    except OSError as error:
+        _leave_stdout()
+        sys.stderr.write(f"error: {one_line(str(error))}\n")
+        sys.exit(1)
+
+
+def _leave_stdout() -> None:
+    """Lets what stdout still holds go nowhere: the interpreter would fail with it once more, and say so."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -29,6 +29,7 @@ from pagemill.cli.show_config import lines_of
 from pagemill.config import EngineConfig, config_for
 from pagemill.errors import ConfigError
 from pagemill.frontend.supervisor import RestartLimits
+from pagemill.kvcache.sizing import check_sizes
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.logs.output import AUDIT, ServerLogs, fields, logging_to
@@ -152,7 +153,7 @@ def serve(
     names = served_model_name or [model]
     check_served_names(names)
     if show_config:
-        config_for("pagemill serve", model, settings)
+        check_sizes(config_for("pagemill serve", model, settings))
         typer.echo("\n".join(lines_of(context, DEFAULTS)))
         return
     tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None

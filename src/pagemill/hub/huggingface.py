@@ -72,16 +72,13 @@ def pull_config(name: str) -> Path:
 
     Raises as `pull` does, and ModelNotFoundError for an id of GGUF files, which have their configuration in them.
     """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub import HfApi, hf_hub_download
 
     repo, _, file = name.partition(":")
     with _fetching(repo):
-        try:
-            if not file:
-                return Path(hf_hub_download(repo, "config.json", etag_timeout=_TIMEOUT_S)).parent
-        except EntryNotFoundError:
-            pass
+        siblings = HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or []
+        if not file and any(sibling.rfilename == "config.json" for sibling in siblings):
+            return Path(hf_hub_download(repo, "config.json", etag_timeout=_TIMEOUT_S)).parent
         raise ModelNotFoundError(
             f"{name} has no config.json, so its sizes stand in its weights alone; fetch it first: pagemill pull {name}",
             param="model",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,16 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     Raises ModelNotFoundError if there is no such model, PullError if it cannot be fetched.
     """
     name = os.fspath(name_or_path)
-    return _find(name) or pull_model(name).path
+    path = _find(name) or pull_model(name).path
+    _note_use(path)
+    return path
+
+
+def _note_use(path: Path) -> None:
+    """Sets when a model was used last, which most file systems note once a day."""
+    with contextlib.suppress(OSError):
+        file = path / "config.json" if path.is_dir() else path
+        os.utime(file, (time.time(), file.stat().st_mtime))
 
 
 def resolve_config(name: str) -> Path:

@@ -3,6 +3,7 @@ filled."""
 
 from __future__ import annotations
 
+from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.machine import usable_memory
 
@@ -45,6 +46,13 @@ def parse_memory(name: str, value: int | float | str, free: int) -> int:
             param=name,
         )
     return int(amount * _UNITS[unit])
+
+
+def check_sizes(config: EngineConfig) -> None:
+    """Raises ConfigError for a size that nothing could be, whatever memory there is."""
+    for name in ("kv_memory", "kv_host_memory", "kv_disk_memory", "weights_disk_memory"):
+        if (value := getattr(config, name)) is not None:
+            parse_memory(name, value, 0)
 
 
 def num_frames(

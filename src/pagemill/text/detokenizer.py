@@ -45,6 +45,14 @@ class TokenTexts:
         self._anchor = 0 if self.byte_level else self._find_anchor()
         self._anchor_text = "" if self.byte_level else self.decode([self._anchor])
 
+    def raw(self, token_id: int) -> bytes:
+        """Returns the bytes of a token, which may be a part of a character."""
+        if self.byte_level:
+            return self.bytes_of(token_id)
+        if token_id in self.byte_tokens:
+            return bytes([int(str(self._backend.id_to_token(token_id))[3:5], 16)])
+        return self.text_of(token_id).encode()
+
     def exists(self, token_id: int) -> bool:
         return self._backend.id_to_token(token_id) is not None
 

@@ -106,7 +106,8 @@ class ServerAccess:
     @classmethod
     def read(cls, given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerAccess:
         """Returns what was given, with keys from the environment where none were. Raises ConfigError."""
-        found = {name: [environment[variable]] for name, variable in KEY_VARIABLES.items() if environment.get(variable)}
+        variables = {name: environment.get(variable) for name, variable in KEY_VARIABLES.items()}
+        found = {name: _entries(name, [value]) for name, value in variables.items() if value}
         lists = {name: _entries(name, value) for name, value in given.items() if isinstance(value, list)}
         return cls(**(found | dict(given) | lists))
 

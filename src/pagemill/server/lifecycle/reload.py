@@ -10,6 +10,7 @@ from pathlib import Path
 from pagemill.errors import ConfigError, PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.logs.output import AUDIT
 from pagemill.tenant_limits import TenantLimits, TenantsFile, read_tenants_file
 
 LOOK_S = 2.0
@@ -50,7 +51,7 @@ class TenantsReload:
                 file = await asyncio.to_thread(read_tenants_file, path)
                 self._keys.check(file)
             except ConfigError as error:
-                self._say(f"keys and limits stay as they were: {error.message}")
+                AUDIT.warning("keys and limits stay as they were: %s", error.message)
                 return
             self._keys.revoke(file)  # at once: setting limits waits for the engine
             before, after = self._file.limits, dict(file.limits)
@@ -76,7 +77,7 @@ class TenantsReload:
             left = {name: left[name] for name in refused}
             refused = await self._set_each(left)
         for name, message in refused.items():
-            self._say(f"tenant {name!r} keeps its limits: {message}")
+            AUDIT.warning("tenant %r keeps its limits: %s", name, message)
         return list(refused)
 
     async def _set_each(self, limits: dict[str, TenantLimits]) -> dict[str, str]:

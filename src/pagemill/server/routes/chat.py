@@ -45,7 +45,8 @@ class ChatCall(Call[ChatCompletionRequest]):
         """What reads each choice, by index; its first part is there once the choice has begun."""
 
     async def _start(self) -> None:
-        self._answers = (await self._llm.tokenizer()).answers
+        tokenizer = await self._llm.tokenizer()
+        self._answers, self._bytes_of = tokenizer.answers, tokenizer.token_texts.raw
         if self._tools:
             self._answers.check_tool_calls()
         own = self.request.chat_template_kwargs or {}
@@ -186,10 +187,10 @@ class ChatCall(Call[ChatCompletionRequest]):
         wanted = self.request.top_logprobs or 0
         content = []
         for position in positions:
-            entries = list(position.values())
-            likely = [_top(entry) for entry in entries if entry.rank <= wanted]
+            entries = [(self._bytes_of(token_id), entry) for token_id, entry in position.items()]
+            likely = [_top(*entry) for entry in entries if entry[1].rank <= wanted]
             likely.sort(key=lambda entry: -entry.logprob)
-            content.append(TokenLogprob(**_top(entries[0]).model_dump(), top_logprobs=likely))
+            content.append(TokenLogprob(**_top(*entries[0]).model_dump(), top_logprobs=likely))
         return ChatLogprobs(content=content)
 
 
@@ -197,6 +198,5 @@ def _finish_reason(output: CompletionOutput, reader: AnswerReader) -> str | None
     return "tool_calls" if output.finish_reason == "stop" and reader.num_calls else output.finish_reason
 
 
-def _top(entry: Logprob) -> TopLogprob:
-    token = entry.decoded_token
-    return TopLogprob(token=token, logprob=entry.logprob, bytes=None if "\ufffd" in token else list(token.encode()))
+def _top(spelling: bytes, entry: Logprob) -> TopLogprob:
+    return TopLogprob(token=entry.decoded_token, logprob=entry.logprob, bytes=list(spelling))
