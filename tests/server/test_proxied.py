@@ -11,7 +11,7 @@ from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.app import create_app
 from pagemill.server.lifecycle import reload
-from pagemill.server.proxied import Proxied
+from pagemill.server.proxied import stand_behind_proxies
 from pagemill.tenant_limits import read_tenants_file
 
 MODEL = "smollm2-135m"
@@ -28,8 +28,8 @@ async def asked(path, caplog):
     keys = ApiKeys(file, ServerAccess(), on_loopback=False)
     async with AsyncLLM(MODEL, kv_memory="16MiB", max_num_seqs=4, tenants=file.limits) as llm:
         app = create_app(llm, MODEL, keys)
-        proxied = Proxied(app, llm, keys, file, said.append)
-        transport = httpx.ASGITransport(proxied, client=("10.0.0.9", 1))
+        stand_behind_proxies(app, llm, keys, file, said.append)
+        transport = httpx.ASGITransport(app, client=("10.0.0.9", 1))
         client = httpx.AsyncClient(transport=transport, base_url="http://x")
         async with app.router.lifespan_context(app), client as http:
             await llm.ready()

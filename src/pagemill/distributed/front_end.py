@@ -17,12 +17,13 @@ from pagemill.server.access.hosts import AllowedHosts
 from pagemill.server.app import create_app
 from pagemill.server.logs.output import AUDIT, logging_to
 from pagemill.server.pauses import spare_streams
-from pagemill.server.proxied import Proxied
+from pagemill.server.proxied import stand_behind_proxies
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from ray.serve.handle import DeploymentHandle
 
-_applications: list[Proxied] = []
+_applications: list[FastAPI] = []
 """The one of this process, once its ingress has made it."""
 
 
@@ -40,7 +41,8 @@ class ProxiedFrontEnd:
         adapters = self._llm.config.lora_requests()
         app = create_app(self._llm, plan.names, keys, plan.limits, plan.access, named, adapters)
         self._body_reader = app.state.body_reader
-        _applications[:] = [Proxied(app, self._llm, keys, plan.tenants, AUDIT.info)]
+        stand_behind_proxies(app, self._llm, keys, plan.tenants, AUDIT.info)
+        _applications[:] = [app]
         spare_streams()
 
     async def check_health(self) -> None:
@@ -55,7 +57,7 @@ class ProxiedFrontEnd:
         self._logging.close()
 
 
-def application() -> Proxied:
+def application() -> FastAPI:
     """Returns the application of this process's ingress, for Ray Serve to call."""
     return _applications[0]
 
