@@ -49,7 +49,9 @@ def stand_behind_proxies(
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # Around all that the application has, which also answers for errors of its own.
-    app.build_middleware_stack = lambda: InFlight(AccessLog(build(), ended), requests)  # type: ignore[method-assign]
+    app.build_middleware_stack = lambda: InFlight(  # type: ignore[method-assign]
+        AccessLog(build(), ended, tells_ids=False), requests
+    )
     app.router.lifespan_context = watching
 
 

@@ -85,10 +85,14 @@ class AccessLog:
     request once it has ended. Neither bodies nor query strings are logged. Browsers are told to take an answer for what
     it says it is."""
 
-    def __init__(self, app: ASGIApp, on_end: Callable[[EndedRequest], None] | None = None) -> None:
-        """on_end: is called for each request that has ended."""
+    def __init__(
+        self, app: ASGIApp, on_end: Callable[[EndedRequest], None] | None = None, *, tells_ids: bool = True
+    ) -> None:
+        """on_end: is called for each request that has ended. tells_ids: False where a proxy gives each request its id,
+        and tells the client by itself."""
         self._app = app
         self._on_end = on_end
+        self._tells_ids = tells_ids
         self._lines = Lines()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,7 +109,9 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [(REQUEST_ID.lower().encode(), request_id.encode()), *message.get("headers", ())]
+                headers = [*message.get("headers", ())]
+                if self._tells_ids:
+                    headers.insert(0, (REQUEST_ID.lower().encode(), request_id.encode()))
                 if NO_SNIFFING not in headers:
                     headers.append(NO_SNIFFING)
                 message = {**message, "headers": headers}
