@@ -251,7 +251,11 @@ def test_two_pulls_at_once_download_once(slow_index, home):
 
 def test_resolve_takes_paths_first_and_pulls_names(tiny, home):
     assert resolve_model(home.parent / "links") == home.parent / "links"
-    assert resolve_model("tiny") == home / "models/tiny/tiny.gguf"
+    file = resolve_model("tiny")
+    assert file == home / "models/tiny/tiny.gguf"
+    os.utime(file, (0, file.stat().st_mtime))
+    resolve_model("tiny")
+    assert file.stat().st_atime > time.time() - 60, "what was used last is told"
     Path("tiny").mkdir()
     assert resolve_model("tiny") == Path("tiny")
 
@@ -443,10 +447,6 @@ def test_a_configuration_comes_without_weights(hub):
     found = subprocess.run([sys.executable, "-c", FIND, "org/sharded"], capture_output=True, text=True, check=True)
     assert os.listdir(found.stdout.strip()) == ["config.json"]
     assert not any("safetensors" in path for path in hub.asked)
-    config = Path(found.stdout.strip()) / "config.json"
-    os.utime(config, (0, config.stat().st_mtime))
-    resolve_model(config.parent)
-    assert config.stat().st_atime > time.time() - 60
     for name, words in (("org/one-gguf", "has no config.json"), ("org/nothing", "has no model 'org/nothing'")):
         done = subprocess.run([sys.executable, "-c", FIND, name], capture_output=True, text=True)
         assert words in done.stderr

@@ -32,7 +32,8 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(name_or_path)
     path = _find(name) or pull_model(name).path
-    _note_use(path)
+    if name in REGISTRY or huggingface.is_hub_id(name):
+        _note_use(path)
     return path
 
 

@@ -133,6 +133,8 @@ class GGUFFile:
                 return list(self._scalars(_SCALARS[item], count))
             if count > self._size:
                 raise self._corrupt(f"an array claims {count} elements")
+            if item == _STRING:
+                return [self._string() for _ in range(count)]
             if depth == _MOST_DEPTH:
                 raise self._corrupt(f"arrays lie more than {_MOST_DEPTH} deep in each other")
             return [self._value(item, depth + 1) for _ in range(count)]
