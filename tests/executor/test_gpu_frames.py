@@ -11,7 +11,7 @@ import torch
 from checked_device import CheckedEvent, OrderError
 from inline_threads import InlineThreads
 
-from pagemill.errors import KVStoreError
+from pagemill.errors import DeviceLostError, KVStoreError
 from pagemill.kvcache import transfers
 from pagemill.kvcache.gpu_frames import SNAPSHOTS, STAGE_BYTES, STAGED, GpuFrames, origins_of, runs_of
 from pagemill.kvcache.host_store import HostStore
@@ -227,6 +227,15 @@ def test_blocks_that_the_device_has_no_memory_to_copy_aside_are_not_read(frames,
     records, whole = frames.read([3, 1])
     assert whole == [True, True]
     assert (records == expected[[3, 1]]).all()
+
+
+def test_a_device_that_fails_while_blocks_are_copied_aside_is_lost(frames, monkeypatch) -> None:
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(frames, "_words", fail)
+    with pytest.raises(DeviceLostError, match=r"cpu does no more work .*illegal memory access"):
+        frames.begin_read([3, 1])
 
 
 def test_numbers_of_frames_come_without_pinned_memory_too(device, frames, monkeypatch) -> None:

@@ -393,15 +393,17 @@ class EngineCore:
         with contextlib.suppress(EngineDeadError):
             self._drain()
         self.scheduler.pins.clear(time.monotonic())
-        if self.tiers is not None:
-            while self.tiers.transfers.loading:
-                self._finish_loads(LOAD_WAIT_S)
-            self._save_evicted()
-            if self.tiers.offload.lasting:
-                self.tiers.keep(self.memory.cached_blocks())
-            self.tiers.close()
-            self.tiers = None
-        self.executor.close()
+        try:
+            if self.tiers is not None:
+                while self.tiers.transfers.loading:
+                    self._finish_loads(LOAD_WAIT_S)
+                self._save_evicted()
+                if self.tiers.offload.lasting:
+                    self.tiers.keep(self.memory.cached_blocks())
+                self.tiers.close()
+                self.tiers = None
+        finally:
+            self.executor.close()
 
     def _drain(self) -> None:
         """Takes in what is in flight, between two steps."""

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from pagemill.errors import KVStoreError
+from pagemill.errors import DeviceLostError, KVStoreError
 from pagemill.kvcache.device_streams import DeviceStreams, Event
 from pagemill.kvcache.frame_access import Places, Reading
 from pagemill.kvcache.frames import not_allocated
@@ -108,9 +108,15 @@ class GpuFrames:
 
     def begin_read(self, frames: Sequence[int]) -> Reading:
         """Copies frames aside in the order of computations, and from there to the host beside these. None can be read
-        if one of them has given its memory back."""
+        if one of them has given its memory back. Raises DeviceLostError where the device does no more work."""
         if not len(frames):
             return Reading(np.empty((0, self.bytes[:, 0].numel()), dtype=np.uint8), [])
+        try:
+            return self._begin_read(frames)
+        except RuntimeError as error:  # memory too little is none here, so the device has failed before
+            raise DeviceLostError.of(self.bytes.device, error) from error
+
+    def _begin_read(self, frames: Sequence[int]) -> Reading:
         with self._lock:
             if self._filled <= max(frames) < self.bytes.shape[1]:
                 return self._unread(len(frames))
