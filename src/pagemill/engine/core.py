@@ -17,7 +17,6 @@ from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import (
     EngineReady,
     EngineRequest,
-    Failure,
     Held,
     KVBlocks,
     Peering,
@@ -27,6 +26,7 @@ from pagemill.engine.messages import (
     SequenceList,
     SequenceOutput,
 )
+from pagemill.engine.outputs import outputs_of
 from pagemill.engine.preparing import Preparing
 from pagemill.engine.publishing import Publisher
 from pagemill.engine.queries import BlocksQuery, KVMapQuery
@@ -478,35 +478,6 @@ class EngineCore:
         return faults.end_lost(self.executor, self.scheduler, frames, now)
 
     def _outputs(self, updates: list[SequenceUpdate]) -> list[SequenceOutput]:
-        streams = self.memory.streamed.active > 0
-        return [self._output(update, streams) for update in updates]
-
-    def _output(self, update: SequenceUpdate, streams: bool) -> SequenceOutput:
-        sequence, tokens = update.sequence, update.tokens
-        output = SequenceOutput(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            new_token_ids=tokens,
-            logprobs=update.logprobs,
-            finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
-            num_cached_tokens=sequence.num_cached_tokens,
-            scheduled_s=sequence.scheduled_s or 0.0,
-        )
-        if update.proposed:
-            output.num_draft_tokens, output.num_accepted_tokens = update.proposed, update.right
-        if sequence.table is None:
-            output.kv_blocks = sequence.residency
-        elif streams:
-            output.kv_blocks = self.memory.residency(sequence.table)
-        self._generated_tokens += len(tokens)
-        if sequence.prompt_logprobs and sequence.num_output_tokens == len(tokens) and update.error is None:
-            output.prompt_logprobs = sequence.prompt_logprobs
-        if update.finish_reason is not None and (embedding := sequence.embedding) is not None:
-            output.pooled = embedding.tobytes()
-        if (hypothesis := update.hypothesis) is not None:
-            output.new_token_ids, output.cumulative_logprob = hypothesis.token_ids, hypothesis.cum_logprob
-            self._generated_tokens += len(hypothesis.token_ids)
-        if update.error is not None:
-            output.error = Failure.of(update.error)
-        return output
+        outputs = outputs_of(updates, self.memory)
+        self._generated_tokens += sum(len(output.new_token_ids) for output in outputs)
+        return outputs
