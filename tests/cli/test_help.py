@@ -20,6 +20,8 @@ def commands(command, path=()):
             yield from commands(command.resolve_command(context, [name])[1], (*path, name))
 
 
+HERE = "--url=x"
+"""Keeps a command from starting an engine's process ahead."""
 EVERY = list(commands(typer.main.get_command(app)))
 
 
@@ -61,6 +63,28 @@ def test_every_listing_is_also_json():
         (["top", "--interval-s", "x"], "--interval-s is 'x'; it must be a valid number; see pagemill top --help"),
         (["serve", "m", "--port", "-1"], "it must be greater than or equal to 0; see pagemill serve --help"),
         (["pull", "a", "b"], "see pagemill pull --help"),
+        (["run", "m"], "there is no command 'run'; did you mean 'chat'? see pagemill --help"),
+        (["list"], "there is no command 'list'; did you mean 'ls'? see pagemill --help"),
+        (["ps"], "there is no command 'ps'; did you mean 'top'? see pagemill --help"),
+        (["cache", "list"], "there is no command 'list'; did you mean 'ls'? see pagemill cache --help"),
+        (
+            ["serve", "--model", "m", HERE],
+            "there is no flag --model; MODEL is given without a flag: pagemill serve MODEL; see pagemill serve --help",
+        ),
+        (
+            ["serve", "m", "--ctx-size", "9", HERE],
+            "--ctx-size; did you mean --max-model-len? see pagemill serve --help",
+        ),
+        (["generate", "m", "--n-ctx=9", HERE], "--n-ctx; did you mean --max-model-len? see pagemill generate --help"),
+        (["chat", "m", "-c", "9", HERE], "no flag -c; did you mean --max-model-len? see pagemill chat --help"),
+        (["serve", "m", "-tp", "2", HERE], "-tp; did you mean --tensor-parallel-size? see pagemill serve --help"),
+        (["serve", "m", "-tp=2", HERE], "-tp; did you mean --tensor-parallel-size? see pagemill serve --help"),
+        (["ls", "-tp", "2"], "error: there is no flag -tp; see pagemill ls --help"),
+        (
+            ["serve", "m", "--no-enable-lor", HERE],
+            "did you mean --no-enable-lora or --enable-lora? see pagemill serve --help",
+        ),
+        (["serve", "m", "--model-imp", "x", HERE], "error: there is no flag --model-imp; see pagemill serve --help"),
     ],
 )
 def test_wrong_usage_is_one_line(args, words, capsys):

@@ -123,7 +123,8 @@ def test_the_variable_of_a_key_comes_before_the_file(tmp_path, monkeypatch):
     [
         ("model: m\nmax-model-length: 1", "serve.yaml, line 2: there is no setting 'max-model-length'; did you mean "),
         ("zzz: 1", "serve.yaml, line 1: there is no setting 'zzz'; 'pagemill serve --help' lists all"),
-        ("config: other.yaml", "line 1: there is no setting 'config'"),
+        ("config: other.yaml", "line 1: there is no setting 'config'; give --config on the command line"),
+        ("n-ctx: 1", "line 1: there is no setting 'n-ctx'; did you mean 'max-model-len'?"),
         ("model: m\nport: many", "serve.yaml, line 2: port is 'many': "),
         ("model: m\nport: [1, 2]", "serve.yaml, line 2: port is a list; it must be a single value"),
         ("model: m\ntenants: {a: {}}", "serve.yaml, line 2: tenants is a mapping; it must be a single value"),
@@ -151,7 +152,11 @@ def test_what_is_wrong_is_refused_with_its_place(show, text, message):
     ("environment", "message"),
     [
         ({"PAGEMILL_SERVE_PROT": "1"}, "the variable PAGEMILL_SERVE_PROT is no setting; did you mean "),
-        ({"PAGEMILL_SERVE_API_KEY": "sk"}, "did you mean 'PAGEMILL_"),
+        ({"PAGEMILL_SERVE_API_KEY": "sk"}, "did you mean 'PAGEMILL_API_KEY'?"),
+        ({"PAGEMILL_SERVE_ADMIN_API_KEYS": "sk"}, "did you mean 'PAGEMILL_ADMIN_API_KEY'?"),
+        ({"PAGEMILL_SERVE_SHOW_CONFIG": "1"}, "SHOW_CONFIG is no setting; give --show-config on the command line"),
+        ({"PAGEMILL_SERVE_LOAD_FORMATS": "1"}, "is no setting; did you mean 'PAGEMILL_SERVE_LOG_FORMAT'?"),
+        ({"PAGEMILL_SERVE_REVISIONS": "1"}, "is no setting; 'pagemill serve --help' lists all"),
         ({"PAGEMILL_SERVE_PORT": "tcp://10.0.0.1"}, "PAGEMILL_SERVE_PORT: port is 'tcp://10.0.0.1': "),
         ({"PAGEMILL_SERVE_ALLOWED_ORIGINS": "[1"}, "the variable PAGEMILL_SERVE_ALLOWED_ORIGINS is no JSON list"),
     ],

@@ -36,7 +36,7 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(1)
     except WrongUsage as error:
         command = " ".join(["pagemill", *(word for word in given[:1] if word in COMMANDS)])
-        sys.stderr.write(f"error: {one_line(words_of(error, command))}\n")
+        sys.stderr.write(f"error: {one_line(words_of(error, command, given))}\n")
         sys.exit(2)
     except Abort:
         sys.exit(1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 import typer
 
 from pagemill.cli.config_file import Given, read_config_file
+from pagemill.cli.near_names import near_flags
 from pagemill.errors import ConfigError, shown
 from pagemill.server.access.server_access import KEY_VARIABLES
 
@@ -37,7 +37,7 @@ def take_settings(context: typer.Context, config: Path | None) -> Path | None:
     given = {} if place is None else read_config_file(place)
     for flag, one in given.items():
         if flag not in parameters:
-            raise ConfigError(f"{one.source}: there is no setting {shown(flag)}; {_nearest(flag, parameters)}")
+            raise ConfigError(f"{one.source}: there is no setting {shown(flag)}; {_way_out(flag, parameters)}")
     given |= _of_environment(os.environ, parameters)
     sources = context.meta[SOURCES] = {}
     defaults = {}
@@ -66,7 +66,8 @@ def _of_environment(environment: Mapping[str, str], parameters: Mapping[str, Any
     known = {variable_of(flag): flag for flag in parameters}
     for variable in filter(environment.get, environment):
         if variable.startswith(PREFIX) and variable not in known and variable != f"{PREFIX}CONFIG":
-            raise ConfigError(f"the variable {variable} is no setting; {_nearest(variable, known)}")
+            flag = variable.removeprefix(PREFIX).lower().replace("_", "-")
+            raise ConfigError(f"the variable {variable} is no setting; {_way_out(flag, parameters, variable_of)}")
     return {
         flag: Given(_words(variable, value, parameters[flag]), variable)
         for variable, flag in known.items()
@@ -106,6 +107,9 @@ def _is_list(parameter: Any) -> bool:
     return bool(getattr(parameter, "multiple", False))
 
 
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else "'pagemill serve --help' lists all"
+def _way_out(flag: str, parameters: Mapping[str, Any], written: Callable[[str], str] = str) -> str:
+    """Returns what to do instead of a setting that is not there. written: how settings are, by their flags."""
+    if flag in OF_THE_FILE_ITSELF:
+        return f"give --{flag} on the command line"
+    near = near_flags(flag, [name for name, one in parameters.items() if not getattr(one, "hidden", False)], most=1)
+    return f"did you mean {written(near[0])!r}?" if near else "'pagemill serve --help' lists all"

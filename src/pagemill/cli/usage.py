@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import difflib
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import typer
+
+from pagemill.cli.near_names import MODEL_ELSEWHERE, near_commands, near_flags, shown_flags
 
 WrongUsage = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """What typer raises for a command line that it cannot read; it exports this child of it only."""
 
 FIRST_MODEL = "smollm2-135m"
 """The model that is offered where none is named."""
-NEAR = 0.7
-"""The likeness from which on another flag is named."""
 
 
-def words_of(error: Any, command: str) -> str:
-    """Returns what is wrong, and where the way out stands. command: what was called, where the error names nothing."""
-    said = _what_is_wrong(error)
+def words_of(error: Any, command: str, given: Sequence[str]) -> str:
+    """Returns what is wrong, and where the way out stands.
+
+    command: what was called, where the error names nothing. given: the words of the command line.
+    """
+    said = _what_is_wrong(error, given)
     command = command if error.ctx is None else error.ctx.command_path
     return f"{said}{'' if said.endswith('?') else ';'} see {command} --help"
 
 
-def _what_is_wrong(error: Any) -> str:
+def _what_is_wrong(error: Any, given: Sequence[str]) -> str:
     flag, param = getattr(error, "option_name", None), getattr(error, "param", None)
     if flag and hasattr(error, "possibilities"):
-        near = difflib.get_close_matches(flag, error.possibilities or (), n=3, cutoff=NEAR)
-        return f"there is no flag {flag}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+        return _no_flag(flag if flag.startswith("--") else _whole(flag, given), error.ctx)
     if param and hasattr(error.__cause__, "errors"):  # pydantic's, which converts values for typer
         wrong = error.__cause__.errors()[0]
         must = wrong["msg"].partition(",")[0].removeprefix("Input should be ")
@@ -35,5 +38,26 @@ def _what_is_wrong(error: Any) -> str:
     if param is not None and param.name == "model" and error.format_message().startswith("Missing argument"):
         return f"no model is named; to begin with, a small one: {error.ctx.command_path} {FIRST_MODEL}"
     said: str = error.format_message().rstrip(".").removeprefix("Invalid value: ")
-    said = said.replace("No such command", "there is no command").replace(". Did you mean", "; did you mean")
+    if unknown := re.match(r"No such command '(.*?)'", said):
+        near = near_commands(unknown[1], error.ctx.command.commands)
+        return f"there is no command {unknown[1]!r}" + _guess(map(repr, near))
     return f"{said[:1].lower()}{said[1:]}"
+
+
+def _no_flag(flag: str, context: Any) -> str:
+    """Returns what to say of a flag that the command does not have. It names none that help does not show."""
+    name, parameters = flag.lstrip("-"), context.command.params
+    if name in MODEL_ELSEWHERE and any(one.param_type_name == "argument" and one.name == "model" for one in parameters):
+        return f"there is no flag {flag}; MODEL is given without a flag: {context.command_path} MODEL"
+    near = [f"--{one}" for one in near_flags(name, shown_flags(parameters))]
+    return f"there is no flag {flag}" + _guess(near)
+
+
+def _whole(flag: str, given: Sequence[str]) -> str:
+    """Returns the word of a command line of which an error names the first letter, as -t of -tp."""
+    return next((word.partition("=")[0] for word in given if word.startswith(flag)), flag)
+
+
+def _guess(near: Iterable[str]) -> str:
+    words = " or ".join(near)
+    return f"; did you mean {words}?" if words else ""
