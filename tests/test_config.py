@@ -216,10 +216,20 @@ def test_half_of_a_surrogate_pair_is_refused_by_name(name):
         EngineConfig(model="m", **{name: "\ud800"})
 
 
-@pytest.mark.parametrize("value", [10**30, -(2**63) - 1])
-def test_integers_fit_into_64_bits(value):
-    with pytest.raises(ConfigError, match=r"^seed is "):
-        EngineConfig(model="m", seed=value)
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("seed", 10**30, f"an integer, and at most {2**63 - 1}"),
+        ("seed", -(2**63) - 1, f"an integer, and at least {-(2**63)}"),
+        ("max_model_len", 2**63, f"an integer of at least 1 or None, and at most {2**63 - 1}"),
+        ("num_threads", 2**63, "an integer from 1 to 1024 or None"),
+        ("ageing_s", float("inf"), "a number of at least 0, and finite"),
+        pytest.param("ageing_s", 10**400, "a number of at least 0, and at most 1.7976931348623157e+308", id="digits"),
+    ],
+)
+def test_integers_fit_into_64_bits_and_numbers_are_finite(name, value, limit):
+    with pytest.raises(ConfigError, match=f"^{name} is .*; it must be {re.escape(limit)}$"):
+        EngineConfig(model="m", **{name: value})
 
 
 OF_ASYNC = {"on_progress", "max_engine_restarts", "engine_restart_window_s"}

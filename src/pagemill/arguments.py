@@ -34,6 +34,14 @@ _BOUNDS: dict[Any, dict[str, Any]] = {
     float: {"ge": -sys.float_info.max, "le": sys.float_info.max},
 }
 """Every integer fits into 64 bits, as messages between processes need it; every number is finite."""
+_BOUND_WORDS = {
+    f"<= {_BOUNDS[int]['le']}": f"at most {_BOUNDS[int]['le']}",
+    f">= {_BOUNDS[int]['ge']}": f"at least {_BOUNDS[int]['ge']}",
+    f"<= {_BOUNDS[float]['le']}": "finite",
+    f">= {_BOUNDS[float]['ge']}": "finite",
+    "Number out of range": f"at most {_BOUNDS[float]['le']}",
+}
+"""What a value of `_BOUNDS` must be, by what msgspec says of one that is not."""
 _NOUNS = {int: "integers", float: "numbers", str: "texts", dict: "dicts", list: "lists"}
 _WORDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 _UNIONS = (types.UnionType, typing.Union)
@@ -95,7 +103,8 @@ def check_fields(instance: Any, error: type[PagemillError]) -> None:
         place = re.search(r"`\$\.(\w+)", str(wrong))
         name = _not_unicode(vars(instance)) if place is None else place[1]
         argument = arguments_of(cls)[name]
-        text = f"{name} is {shown(getattr(instance, name))}; it must be {argument.limit}"
+        bounds = [words for part, words in _BOUND_WORDS.items() if f" {part} - at" in f" {wrong}"]
+        text = f"{name} is {shown(getattr(instance, name))}; it must be {', and '.join([argument.limit, *bounds])}"
         raise error(f"{text}; {argument.way_out}" if argument.way_out else text, param=name) from None
     vars(instance).update({name: getattr(checked, name) for name in checked.__struct_fields__})
 

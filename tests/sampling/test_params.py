@@ -57,6 +57,14 @@ def test_wrong_values_are_named(name, value):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("seed", 2**63), ("max_tokens", int(4e21)), ("stop_token_ids", [1, 2**64]), ("top_k", 2**63)]
+)
+def test_what_is_beyond_64_bits_is_told_the_limit(name, value):
+    with pytest.raises(SamplingParamsError, match=f"^{name} is .*, and at most {2**63 - 1}; "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"min_tokens": 17}, "min_tokens"),
