@@ -308,6 +308,15 @@ def test_the_pool_is_printed_and_vllms_short_dtypes_are_known(capsys):
     assert "KV pool 4 MiB" in capsys.readouterr().err
 
 
+def test_a_context_of_one_token_is_enough_for_a_prompt_without_an_answer():
+    with LLM("smollm2-135m", max_model_len=1) as small:
+        prompt = {"prompt_token_ids": [504]}
+        (output,) = small.generate(prompt, SamplingParams(max_tokens=0), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "length"
+        with pytest.raises(errors.PromptTooLongError, match=r"max_model_len is 1; raise max_model_len$"):
+            small.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+
+
 def test_an_unknown_setting_names_the_nearest():
     with pytest.raises(
         errors.UnknownArgumentError, match="LLM has no argument 'max_modellen'; did you mean 'max_model_len'"

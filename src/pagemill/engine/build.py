@@ -110,7 +110,7 @@ def _sizes(config: EngineConfig, facts: ExecutorFacts, memory: ExecutorMemory) -
     Raises `KVMemoryError` if a sequence of the `max_model_len` that was asked for could not fit, lower tiers included.
     """
     windows, chunk, frame_bytes = list(facts.windows), config.max_num_batched_tokens, facts.frame_bytes
-    longest = facts.max_model_len - 1
+    longest = max(1, facts.max_model_len - 1)  # an answer's last token has no slot, a prompt's has
     needed = Footprint(config.block_size, windows).frames(longest, chunk)
     per_rank = config.kv_cache_memory_bytes
     frames = num_frames(

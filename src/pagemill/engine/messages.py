@@ -345,9 +345,10 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
                 param="prompt",
             )
         if num_tokens >= self.max_model_len and answered:
+            shorten = f"shorten the prompt to {self.max_model_len - 1} tokens or " if self.max_model_len > 1 else ""
             raise PromptTooLongError(
                 f"the prompt has {num_tokens} tokens, which with one for the answer {TOO_LONG}: max_model_len is "
-                f"{self.max_model_len}; shorten the prompt to {self.max_model_len - 1} tokens or raise max_model_len",
+                f"{self.max_model_len}; {shorten}raise max_model_len",
                 param="prompt",
             )
 
