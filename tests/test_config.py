@@ -98,6 +98,13 @@ def test_a_shared_folder_has_a_place_and_a_size(settings, way_out):
         EngineConfig(model="m", kv_disk_shared=True, **settings)
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_loras", 3), ("max_lora_rank", 128)])
+def test_limits_of_adapters_are_refused_where_none_are_loaded(name, value):
+    with pytest.raises(ConfigError, match=rf"^{name} is {value}, but enable_lora is off.*\(--enable-lora\), or leave"):
+        EngineConfig(model="m", **{name: value})
+    assert getattr(EngineConfig(model="m", enable_lora=True, **{name: value}), name) == value
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "int8", "int4_mixed"])
 def test_the_cache_may_have_a_dtype_of_its_own(dtype):
     assert EngineConfig(model="m", kv_cache_dtype=dtype).kv_cache_dtype == dtype

@@ -337,6 +337,13 @@ class EngineConfig:
                 "lora_modules names adapters, but enable_lora is off; add enable_lora=True (--enable-lora)",
                 param="lora_modules",
             )
+        for name in ("max_loras", "max_lora_rank") if not self.enable_lora else ():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ConfigError(
+                    f"{name} is {value}, but enable_lora is off, so no adapters are loaded; add enable_lora=True "
+                    f"(--enable-lora), or leave {name} out",
+                    param=name,
+                )
         if len(self.lora_modules) > self.max_loras:
             raise ConfigError(
                 f"lora_modules has {len(self.lora_modules)} adapters; max_loras is {self.max_loras}; name fewer or "

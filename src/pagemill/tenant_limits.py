@@ -230,6 +230,9 @@ def _read_tenants(path: Path, content: Any) -> TenantsFile:
     read_limits(limits)  # so that the defaults are made of valid limits
     defaults = safe_defaults(limits)
     admin_keys = key_digests("admin_keys", content.get("admin_keys", []))
+    for key in admin_keys:
+        if key in keys:
+            raise ConfigError(f"admin_keys and tenant {keys[key]!r} have the same key; give each its own")
     return TenantsFile(path, read_limits(limits, defaults), keys, admin_keys, defaults)
 
 

@@ -1,5 +1,6 @@
 """The files in deploy/ fit each other and the server: times, paths, ports, users, settings; and hold no secret."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -36,7 +37,8 @@ def test_the_server_takes_the_settings(file, tmp_path):
     asked = ["serve", "--config", str(file), "--show-config"]
     result = CliRunner().invoke(app, asked, env=environment)
     assert "64 hexadecimal digits" in str(result.exception), "an example's key must not be one"
-    tenants.write_text(re.sub("REPLACE[A-Z0-9-]+", "0" * 64, tenants.read_text()))
+    numbers = itertools.count()  # no two keys are the same
+    tenants.write_text(re.sub("REPLACE[A-Z0-9-]+", lambda _: f"{next(numbers):064}", tenants.read_text()))
     result = CliRunner().invoke(app, asked, env=environment)
     assert result.exit_code == 0, result.exception
     assert f'log-format: "json"  # {file}' in result.output

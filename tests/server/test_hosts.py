@@ -114,8 +114,17 @@ def test_flags_take_a_json_list_too():
         ({"allowed_origins": ["*"], "allow_credentials": True}, "every site could act"),
         ({"allow_credentials": True}, "allow_credentials is True without allowed_origins"),
         ({"allowed_methods": ["GET"]}, "without allowed_origins"),
+        ({"allowed_hosts": ["http://x"]}, "allowed_hosts has 'http://x', .* without scheme, port and path"),
+        ({"allowed_hosts": ["here", "x:8000"]}, "allowed_hosts has 'x:8000', which matches no request"),
+        ({"allowed_hosts": ["x/v1"]}, "allowed_hosts has 'x/v1'"),
+        ({"allowed_hosts": ["a,b"]}, "allowed_hosts has 'a,b'"),
+        ({"allowed_hosts": ["a.*"]}, "allowed_hosts has 'a.*'"),
     ],
 )
 def test_settings_that_open_too_much_or_nothing_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ServerAccess(**settings)
+
+
+def test_names_and_addresses_are_allowed_hosts():
+    ServerAccess(allowed_hosts=["", "*", "*.example.com", "llm_1.example.com", "127.0.0.1", "::1"])

@@ -291,6 +291,7 @@ def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
         ("{", "Expecting"),
         ('{"acme": {}}', 'must be an object with "tenants"'),
         ('{"tenants": {"a": {"api_keys": ["k"]}, "b": {"api_keys": ["k"]}}}', "have the same key"),
+        ('{"admin_keys": ["k"], "tenants": {"a": {"api_keys": ["k"]}}}', "admin_keys and tenant 'a' have the same key"),
         ('{"tenants": {"a": {"api_keys": "k"}}}', "must be a list of texts"),
         ('{"tenants": {"a": {"api_keys": ["k y"]}}}', "printable ASCII characters without spaces"),
         ('{"tenants": {"a": {"api_keys": ["sha256:12"]}}}', "64 hexadecimal digits"),

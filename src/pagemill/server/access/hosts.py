@@ -6,13 +6,13 @@ page can send what it may not read the answer of. Where there are keys, such a p
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
 from pagemill.errors import HostNotAllowedError
+from pagemill.server.access.server_access import is_address
 
 READING = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing; the browser keeps their answers from pages of other sites."""
@@ -46,7 +46,7 @@ class AllowedHosts:
             )
 
     def _allows(self, host: str) -> bool:
-        if host in ("", "localhost") or host.endswith(".localhost") or _is_address(host):
+        if host in ("", "localhost") or host.endswith(".localhost") or is_address(host):
             return True
         return any(_matches(host, name) for name in self._names)
 
@@ -69,11 +69,3 @@ def _name(host: str) -> str:
         before, colon, port = host.rpartition(":")
         host = before if colon and (not port or port.isdecimal()) else host
     return host.strip("[]").removesuffix(".").lower()
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

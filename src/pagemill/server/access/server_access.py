@@ -18,6 +18,8 @@ from pagemill.server.access.tls import Certificate
 from pagemill.tenant_limits import TenantsFile, key_digests
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+_HOST = re.compile(r"(\*|(\*\.)?[^\s*,:/?#@\[\]]+)?")
+"""What `AllowedHosts` can find in a request, beside addresses."""
 
 KEY_VARIABLES = {"api_key": "PAGEMILL_API_KEY", "admin_api_key": "PAGEMILL_ADMIN_API_KEY"}
 """The environment variable that has the key where no flag gives one: a command line can be read by everybody on the
@@ -94,6 +96,7 @@ class ServerAccess:
         check_fields(self, ConfigError)
         for name in KEY_VARIABLES:
             key_digests(name, getattr(self, name))
+        self._check_hosts()
         self._check_origins()
         for proxy in ",".join(self.forwarded_allow_ips).replace("*", "").split(","):
             _check_network(proxy.strip())
@@ -131,6 +134,15 @@ class ServerAccess:
             f"PAGEMILL_API_KEY, or --tenants), listen on 127.0.0.1, or serve everybody with --allow-unauthenticated",
             param="host",
         )
+
+    def _check_hosts(self) -> None:
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host) and not is_address(host):
+                raise ConfigError(
+                    f"allowed_hosts has {shown(host)}, which matches no request; give a name or an address alone, "
+                    f"without scheme, port and path, such as llm.example.com, *.example.com or *",
+                    param="allowed_hosts",
+                )
 
     def _check_origins(self) -> None:
         for origin in self.allowed_origins:
@@ -182,3 +194,12 @@ def _listed(name: str, value: str) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Returns True for an IP address that only this machine can reach."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_address(host: str) -> bool:
+    """Returns True for an IP address, as it stands in a URL without brackets."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
