@@ -106,7 +106,7 @@ def test_what_a_pin_file_names_goes_to_another_machine_and_nothing_else(warmed, 
         ([PINS[0], {"name": "short", "prompt": "Once upon"}], KVStoreError, "the 2 tokens of 'short'"),
         ([{"name": "ids", "prompt": [-1] * 40}], KVStoreError, "the 40 tokens of 'ids'"),
         ([{"name": "no prompt"}], PagemillError, "either a prompt or messages"),
-        ([{"prompt": "no name"}], ConfigError, "0.name: Field required"),
+        ([{"prompt": "no name"}], ConfigError, "entry 0.name is missing"),
     ],
 )
 def test_a_prefix_that_is_not_there_is_an_error_and_writes_nothing(warmed, tmp_path, pins, error, words):

@@ -3,12 +3,15 @@
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from harness import FRAME_BYTES
 from pagemill.errors import PoolTooSmallError, PromptTooLongError, RequestTooLargeError
 from pagemill.server.app import create_app
 from pagemill.server.protocol.chat import ChatCompletionRequest
 from pagemill.server.protocol.completions import CompletionRequest
+from pagemill.server.protocol.refusals import refusal_of
+from pagemill.server.protocol.responses import ResponsesRequest
 from server.questions import CHAT, MODEL
 
 
@@ -68,7 +71,15 @@ from server.questions import CHAT, MODEL
         ("completions", {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "999"),
         ("nothing", {}, 404, None, "Not Found"),
         ("score", {}, 404, None, "not served here; compare embeddings, see POST /v1/embeddings"),
-        ("kv_memory", {"kv_memory": True}, 400, "kv_memory", "given: True"),
+        ("kv_memory", {"kv_memory": True}, 400, "kv_memory", "kv_memory is True; it must be an integer or a number or"),
+        ("completions", {"prompt": "x", "stop": 5}, 400, "stop", "stop is 5; it must be a text or a list"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": 5}]},
+            400,
+            "messages",
+            "messages.0.content is 5",
+        ),
         ("models", {}, 405, None, "Method Not Allowed"),
     ],
 )
@@ -85,11 +96,61 @@ def test_every_refusal_has_openais_shape(served, http, path, body, status, param
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
-@pytest.mark.parametrize("content", [b"{half", b"[1]", b""])
-def test_a_body_that_is_no_json_object(http, content):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{half", "the body is not JSON"),
+        (b"[1]", "the body is [1]; it must be an object"),
+        (b"", "the body is missing; give it"),
+    ],
+)
+def test_a_body_that_is_no_json_object(http, content, words):
     response = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
+    assert words in response.json()["error"]["message"]
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        (CompletionRequest, {"prompt": "x", "stop": ["a", 5]}, "stop.1 is 5; it must be a text"),
+        (CompletionRequest, {"prompt": [1, "a"]}, "prompt.1 is 'a'; it must be an integer"),
+        (CompletionRequest, {"prompt": ["a", 1]}, "prompt.1 is 1; it must be a text"),
+        (CompletionRequest, {"prompt": [[1], "a"]}, "prompt.1 is 'a'; it must be a list"),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {"5": "x"}}, "logit_bias.5 is 'x'; it must be a number"),
+        (
+            ChatCompletionRequest,
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "stream_options has no argument 'include_usages'; did you mean 'include_usage'?",
+        ),
+        (
+            ChatCompletionRequest,
+            {"tools": [{**TOOL, "function": {"name": "f", "parametrs": {}}}]},
+            "tools.0.function has no argument 'parametrs'; did you mean 'parameters'?",
+        ),
+        (ChatCompletionRequest, {"tool_choice": "x"}, "is 'x'; it must be 'none', 'auto' or 'required' or an object"),
+        (
+            ChatCompletionRequest,
+            {"tool_choice": {"type": "function", "function": {"nam": "f"}}},
+            "tool_choice.function has no argument 'nam'; did you mean 'name'?",
+        ),
+        (ChatCompletionRequest, {"tool_choice": {"type": "function"}}, "tool_choice.function is missing; give it"),
+        (
+            ResponsesRequest,
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]},
+            "input.0.content.0.text is 5; it must be a text",
+        ),
+    ],
+)
+def test_a_field_is_named_without_the_branches_of_its_union(kind, body, words):
+    given = {**(CHAT if kind is ChatCompletionRequest else {}), **body}
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(given)
+    assert refusal_of(caught.value.errors(), given, kind).message.endswith(words)
 
 
 @pytest.mark.parametrize(

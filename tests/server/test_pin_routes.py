@@ -49,7 +49,12 @@ def test_a_file_of_pins(served, v1, tmp_path):
     for body in read_pins(path):
         served.run(pin(served.llm, body, body.tenant))
     assert [card["name"] for card in v1.get("/pins").json()["data"]] == ["a", "b"]
-    for text, words in [("{", "pins.json cannot be read as pins"), ('[{"prompt": "x"}]', "0.name: Field required")]:
+    for text, words in [
+        ("{", "pins.json cannot be read as pins, .*: Expecting property name"),
+        ('{"name": "a"}', "as pins, .*: the file is {'name': 'a'}; it must be a list$"),
+        ('[{"prompt": "x"}]', "as pins, .*: entry 0.name is missing; give it$"),
+        ('[{"name": "a", "promt": "x"}]', "as pins, .*: entry 0 has no argument 'promt'; did you mean 'prompt'[?]$"),
+    ]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             read_pins(path)

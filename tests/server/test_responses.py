@@ -281,7 +281,7 @@ def item(**fields):
 @pytest.mark.parametrize(
     ("asked", "param", "said"),
     [
-        ({}, "input", "required"),
+        ({}, "input", "input is missing"),
         ({"input": []}, "input", "one item"),
         (item(type="item_reference", id="x"), "input", "'item_reference'; send the item itself"),
         (item(type="computer_call", id="x"), "input", "'computer_call'; leave it out"),

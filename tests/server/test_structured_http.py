@@ -150,7 +150,7 @@ def test_sessions_and_json_objects(v1):
         ({"guided_json": {}}, "guided_json", '{"structured_outputs": {"json": …}}'),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "did you mean 'json'"),
-        ({"structured_outputs": 5}, "structured_outputs", "dict"),
+        ({"structured_outputs": 5}, "structured_outputs", "an object"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "grammar"),
         (
             {"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "json_object"}},

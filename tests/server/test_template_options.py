@@ -86,7 +86,7 @@ def test_the_template_gets_what_it_reads(client, prompts, asked, prompt):
         ),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
         ({"documents": [{"text": "x"}] * 1025}, "documents", "at most 1024"),
-        ({"documents": ["x"]}, "documents", "dict"),
+        ({"documents": ["x"]}, "documents", "an object"),
         ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
         (
             {"continue_final_message": True, "add_generation_prompt": False, "session_id": "s"},

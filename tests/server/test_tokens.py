@@ -71,7 +71,7 @@ def test_messages_become_what_the_chat_endpoint_computes(http, reference, option
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "for messages"),
         ("/tokenize", {"prompt": "x" * (MAX_CHARACTERS + 1)}, "prompt", f"at most {MAX_CHARACTERS}"),
         ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template", "chat_template"),
-        ("/tokenize", {"prompt": ["x"]}, "prompt", "string"),
+        ("/tokenize", {"prompt": ["x"]}, "prompt", "text"),
         ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "both set"),
         ("/tokenize", {"messages": MESSAGES, "tools": [TOOL]}, "tools", "no place for them"),
         ("/tokenize", {"messages": MESSAGES, "tools": [TOOL] * 2000}, "tools", "at most"),
@@ -81,7 +81,7 @@ def test_messages_become_what_the_chat_endpoint_computes(http, reference, option
         ("/detokenize", {"tokens": [-1]}, "tokens", "token id -1"),
         ("/detokenize", {"tokens": [2**80]}, "tokens", "tokens"),
         ("/detokenize", {"tokens": "5"}, "tokens", "list"),
-        ("/detokenize", {}, "tokens", "required"),
+        ("/detokenize", {}, "tokens", "missing"),
     ],
 )
 def test_what_is_refused(http, path, body, param, words):

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from pagemill.engine.messages import EngineReady, Failure
 from pagemill.errors import PagemillError
-from pagemill.server.protocol.errors import not_json, refusal_of
+from pagemill.server.protocol.refusals import not_json, refusal_of
 
 PROMPTS = ("prompt", "input")
 """Fields that hold a prompt, or several."""
@@ -60,9 +60,10 @@ def _read(kind: type[BaseModel], body: bytes, facts: EngineReady | None) -> dict
     """Returns the state of a checked body, packed, or why it is refused."""
     try:
         try:
-            state = kind.model_validate(json.loads(body), from_attributes=True).__getstate__()
+            given = json.loads(body)
+            state = kind.model_validate(given, from_attributes=True).__getstate__()
         except ValidationError as error:
-            raise refusal_of(error.errors()[0]) from None
+            raise refusal_of(error.errors(), given, kind) from None
         except json.JSONDecodeError as error:
             raise not_json(error.msg) from None
         except (ValueError, RecursionError) as error:

@@ -25,8 +25,9 @@ from pagemill.engine.messages import EngineReady, Failure
 from pagemill.errors import BodyTooLargeError, PagemillError, ServerBusyError
 from pagemill.frontend.worker import WorkerThreads
 from pagemill.server.access.large_bodies import SMALL_BODY_BYTES
-from pagemill.server.protocol.errors import refusal_of, without_frames
+from pagemill.server.protocol.errors import without_frames
 from pagemill.server.protocol.events import ClientGone, until_disconnect
+from pagemill.server.protocol.refusals import refusal_of
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -123,7 +124,7 @@ class BodyRoute(APIRoute):
             try:
                 return await handler(_BodyRequest(request, kind))
             except RequestValidationError as invalid:
-                refused = refusal_of(without_frames(invalid).errors()[0])
+                refused = refusal_of(without_frames(invalid).errors(), invalid.body, kind)
             except (PagemillError, HTTPException, ClientGone) as error:
                 refused = error
             try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,10 +27,10 @@ from pagemill.errors import (
     RequestTimeoutError,
     ServerBusyError,
     TooManyWaitingError,
-    shown,
 )
 from pagemill.server.protocol.body import ErrorBody, ErrorResponse
 from pagemill.server.protocol.events import ClientGone
+from pagemill.server.protocol.refusals import not_json, refusal_of
 
 E = TypeVar("E", bound=BaseException)
 
@@ -130,30 +129,7 @@ def without_frames(error: E) -> E:
 async def _validation_error(_: Request, error: Exception) -> Response:
     """Answers with the first of pydantic's findings."""
     assert isinstance(error, RequestValidationError)
-    return error_answer(refusal_of(error.errors()[0]))
-
-
-def refusal_of(finding: Any) -> PagemillError:
-    """Returns one of pydantic's findings about a body as an error; those raised by our own checks are typed already."""
-    typed = finding.get("ctx", {}).get("error")
-    if isinstance(typed, PagemillError):
-        return typed
-    if finding["type"] == "json_invalid":
-        return not_json(finding["ctx"]["error"])
-    place = [str(part) for part in finding["loc"] if part not in ("body", "query")]
-    if isinstance(finding.get("input"), (bytes, bytearray)):
-        return InvalidRequestError("the body must be a JSON object, sent with Content-Type: application/json")
-    where, given = ".".join(place) or "the body", shown(finding.get("input"))
-    return InvalidRequestError(f"{where}: {finding['msg']} (given: {given:.100})", param=place[0] if place else None)
-
-
-def not_json(why: object) -> InvalidRequestError:
-    """Returns the refusal of a body that is no JSON. why: the parser's error, or its words."""
-    if isinstance(why, RecursionError):
-        why = "its lists and objects lie too deep in one another"
-    elif "set_int_max_str_digits" in str(why):
-        why = f"a number in it has over {sys.get_int_max_str_digits()} digits"
-    return InvalidRequestError(f"the body is not JSON: {why}; send a JSON object")
+    return error_answer(refusal_of(error.errors(), error.body, None))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_valid
 from pagemill.errors import InvalidRequestError, PagemillError
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Timeout, check_length
 from pagemill.server.protocol.chat import ChatCompletionRequest
-from pagemill.server.protocol.errors import refusal_of
 from pagemill.server.protocol.generation import parameters_but, screened
+from pagemill.server.protocol.refusals import refusal_of
 from pagemill.server.protocol.response_items import Items, OutputItem, messages_of
 from pagemill.server.protocol.tools import FunctionName, check_for_template
 
@@ -207,10 +207,11 @@ class ResponsesRequest(Parameters):
             "logprobs": self.with_logprobs,
             "top_logprobs": self.top_logprobs if self.with_logprobs else None,
         }
+        given = {name: value for name, value in fields.items() if value is not None}
         try:
-            self._chat = ChatOfResponse.model_validate({k: v for k, v in fields.items() if v is not None})
+            self._chat = ChatOfResponse.model_validate(given)
         except ValidationError as error:
-            raise _renamed(refusal_of(error.errors()[0])) from None
+            raise _renamed(refusal_of(error.errors(), given, ChatOfResponse)) from None
         return self
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from pagemill.server.protocol.chat import ChatMessage, check_conversation
 from pagemill.server.protocol.events import until_disconnect
 from pagemill.server.protocol.generation import MAX_MESSAGES
 from pagemill.server.protocol.parts import written
+from pagemill.server.protocol.refusals import refusal_of
 from pagemill.server.routes.namespaces import All, Tenant, named, removed, require_all
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
@@ -128,14 +130,14 @@ async def pin(llm: AsyncLLM, body: PinBody, tenant: str) -> PinInfo:
 def read_pins(path: Path) -> list[FilePin]:
     """Reads a file of pins. Raises ConfigError for a file that is not a JSON list of pins."""
     try:
-        return TypeAdapter(list[FilePin]).validate_json(path.read_bytes())
-    except (OSError, ValidationError, InvalidRequestError) as error:
+        content = json.loads(path.read_bytes())
+        return TypeAdapter(list[FilePin]).validate_python(content)
+    except (OSError, ValueError, RecursionError) as error:
         detail: Any = error
         if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            detail = refusal_of(error.errors(), content, list[FilePin], "the file")
         raise ConfigError(
-            f'{path} cannot be read as pins: {detail}; write [{{"name": …, "prompt" or "messages": …}}, …]',
+            f'{path} cannot be read as pins, [{{"name": …, "prompt" or "messages": …}}, …]: {detail}',
             param="pin_file",
         ) from error
 
