@@ -239,6 +239,10 @@ def test_integers_fit_into_64_bits_and_numbers_are_finite(name, value, limit):
         EngineConfig(model="m", **{name: value})
 
 
+def test_what_is_known_twice_is_named_once():
+    assert str(UnknownArgumentError.of("a", "x", ["b", "c", "b"])).endswith("known arguments: b, c")
+
+
 OF_ASYNC = {"on_progress", "max_engine_restarts", "engine_restart_window_s"}
 
 

@@ -43,7 +43,7 @@ class UnknownArgumentError(InvalidRequestError, TypeError):
 
     @classmethod
     def of(cls, owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
-        names, name = sorted(known), name[:LONGEST_NAME]
+        names, name = sorted(set(known)), name[:LONGEST_NAME]
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(names)}"
         return cls(f"{owner} has no argument {name!r}; {hint}", param=name)

@@ -7,8 +7,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from pagemill.arguments import arguments_of
 from pagemill.cli.app import app
 from pagemill.cli.main import main
+from pagemill.planner.plot import SUFFIXES
+from pagemill.planner.workload import WORKLOADS
+from pagemill.server.logs.output import ServerLogs
+from pagemill.simulate.roofline import DEVICES, ITEMSIZE, SHAPES, names_in
 
 
 def commands(command, path=()):
@@ -39,6 +44,21 @@ def test_help_is_whole_at_80_columns(path, command):
     for name, one in getattr(command, "commands", {}).items():
         assert f"{name} " in words
         assert re.sub(r"\s+", " ", one.help.partition("\n\n")[0]) in words
+
+
+def test_help_names_the_values_of_flags():
+    plan = {param.opts[0]: param.help for path, command in EVERY if path == ("plan",) for param in command.params}
+    known = {
+        "model": names_in(SHAPES),
+        "--device": names_in(DEVICES),
+        "--workload": WORKLOADS,
+        "--dtype": ITEMSIZE,
+        "--plot": SUFFIXES,
+    }
+    for flag, values in known.items():
+        assert all(value in plan[flag] for value in values)
+    for argument in arguments_of(ServerLogs).values():
+        assert all(value in argument.description for value in argument.choices)
 
 
 def test_every_listing_is_also_json():

@@ -1,6 +1,7 @@
 """Every engine setting is a flag of every command that starts an engine, and what is given arrives as it was meant."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -118,6 +119,11 @@ def test_drafts_may_be_a_word(word):
 def test_wrong_values_are_errors_of_their_own(args, error):
     with pytest.raises(error):
         call(*args)
+
+
+def test_a_wrong_speculative_config_is_told_how_it_is_written():
+    with pytest.raises(ConfigError, match=re.escape("""auto, off or a JSON object such as '{"method": "ngram"}'""")):
+        call("--speculative-config", "ngram")
 
 
 def test_what_is_no_number_is_wrong_usage():

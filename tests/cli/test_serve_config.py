@@ -64,6 +64,11 @@ def test_a_file_says_what_flags_say(show):
     assert "pipeline-parallel-size" not in shown
 
 
+def test_adapters_may_be_a_mapping(show):
+    settings = yaml.safe_load(show("model: m\nenable-lora: true\nlora-modules: {a: /x, b: y=z}"))
+    assert settings["lora-modules"] == ["a=/x", "b=y=z"]
+
+
 def test_what_is_shown_is_a_file_with_the_same_settings(show, tmp_path):
     first = show(FILE)
     again = show(first)
@@ -128,6 +133,8 @@ def test_the_variable_of_a_key_comes_before_the_file(tmp_path, monkeypatch):
         ("model: m\nport: many", "serve.yaml, line 2: port is 'many': "),
         ("model: m\nport: [1, 2]", "serve.yaml, line 2: port is a list; it must be a single value"),
         ("model: m\ntenants: {a: {}}", "serve.yaml, line 2: tenants is a mapping; it must be a single value"),
+        ("model: m\nlora-modules: {a: {b: c}}", "lora-modules has {'b': 'c'} for 'a'; it must be a path"),
+        ("model: m\nlora-modules: {a=b: c}", "lora-modules has 'a=b'; a name must be without '='"),
         ("port: 1\nport: 2", "line 2: 'port' is given twice; give it once"),
         ("max-model-len: 1\nmax_model_len: 2", "line 2: 'max_model_len' is given twice; give it once"),
         ("hf-overrides: {a: {b: 1, b: 2}}", "line 1: 'b' is given twice; give it once"),

@@ -166,9 +166,11 @@ def test_chat_takes_one_conversation_or_several(llm):
     assert len(one) == 1
     assert [output.outputs[0].text for output in two] == [one[0].outputs[0].text] * 2
     assert one[0].prompt.count("<|im_start|>") == 3  # the template's own system message, the question, the answer
-    for wrong in (None, conversation[0], [None], [[]]):
-        with pytest.raises(errors.InvalidRequestError, match="give a list of at least one message"):
+    for wrong in (None, conversation[0], [None], [[]], "hi", ["hi"]):
+        with pytest.raises(errors.InvalidRequestError, match="it must be a list of at least one message, each a dict"):
             llm.chat(wrong, GREEDY, use_tqdm=False)
+    with pytest.raises(errors.InvalidRequestError, match="messages is 'hi'; "):
+        llm.chat("hi")
 
 
 def test_a_stop_string_ends_its_request_alone(llm):

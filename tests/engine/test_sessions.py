@@ -210,7 +210,7 @@ def test_a_turn_that_failed_leaves_no_trace(llm, session, monkeypatch):
     assert session.record == before
     llm.session("t").chat(user("x"), GREEDY)
     for messages in (None, [], user("x")[0]):
-        with pytest.raises(errors.InvalidRequestError, match="give a list of at least one message") as caught:
+        with pytest.raises(errors.InvalidRequestError, match="must be a list of at least one message") as caught:
             llm.session("t").chat(messages, GREEDY)
         assert caught.value.param == "messages"
     with pytest.raises(errors.InvalidRequestError, match="goes on with messages, not with a prompt"):

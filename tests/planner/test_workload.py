@@ -84,3 +84,6 @@ def test_whole_numbers_may_be_written_as_others_are_and_parts_of_tokens_are_refu
         path.write_text(json.dumps({**lengths, **wrong}))
         with pytest.raises(ConfigError, match=r"a workload's (context|prefixes) is .*\.5; it must be a whole number"):
             workload_named(str(path))
+    path.write_text("[1]")
+    with pytest.raises(ConfigError, match=r"cannot be read as a workload: it is \[1\]; it must be an object$"):
+        workload_named(str(path))

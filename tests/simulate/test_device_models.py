@@ -144,10 +144,16 @@ def test_what_cannot_be_is_refused(tmp_path):
         {"mine": {**wrong, "bytes_per_s": 0.0}},
         {"mine": {**wrong, "kv_formats": {"int4": 0.0}}},
         {"mine": {**wrong, "flop_per_s": {"fp4": 1.0}}},
+        [],
+        [wrong],
+        {"mine": [1]},
+        "mine",
     ):
         path = tmp_path / "broken.json"
         path.write_text(json.dumps(broken))
-        with pytest.raises(CalibrationError, match=r"broken.json cannot be read as a device"):
+        with pytest.raises(
+            CalibrationError, match=r"broken.json cannot be read as a device: (it|efficiency|bytes|kv|flop|Obj)"
+        ):
             read_device(str(path))
     for name, value, said in (
         ("step_s", -1.0, "step_s is -1.0; it must be 0 or more"),

@@ -162,7 +162,7 @@ def test_template_that_refuses_is_the_callers_error(real):
     with pytest.raises(InvalidRequestError, match="bad role robot") as caught:
         real.apply_chat_template([{"role": "robot", "content": ""}], chat_template=FEATURES)
     assert caught.value.param == "messages"
-    with pytest.raises(InvalidRequestError, match="empty"):
+    with pytest.raises(InvalidRequestError, match=r"messages is \[\]; it must be a list of at least one"):
         real.apply_chat_template([])
     with pytest.raises(InvalidRequestError, match="must be a dict"):
         real.apply_chat_template(["hi"])
@@ -194,6 +194,12 @@ def test_a_folder_and_a_gguf_file_of_the_same_model_agree(real, folder):
         assert tokenizer.encode(text) == real.encode(text)
     assert tokenizer.apply_chat_template(MESSAGES[1]) == real.apply_chat_template(MESSAGES[1])
     assert tokenizer.eos_token_id == real.eos_token_id
+
+
+def test_a_tokenizer_that_is_not_there_is_named_by_its_setting():
+    with pytest.raises(ModelNotFoundError, match=r"^tokenizer: there is no file or folder '/nosuch'") as caught:
+        Tokenizer.load(EngineConfig(model="unused", tokenizer="/nosuch"))
+    assert caught.value.param == "tokenizer"
 
 
 def test_a_gguf_file_whose_architecture_transformers_refuses_has_its_tokenizer(real, tmp_path, own_cache):

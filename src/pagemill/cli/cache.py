@@ -141,7 +141,7 @@ def _blocks_of(pin_file: Path, store: DiskStore, tokenizer: str) -> list[BlockNa
     from pagemill.text.tokenizer import Tokenizer
 
     pins, size = read_pins(pin_file), store.format.block_size
-    reader = Tokenizer.from_path(tokenizer)
+    reader = Tokenizer.named(tokenizer)
     prefixes = [(Namespace(pin.tenant, pin.cache_salt), pin.token_ids(reader)) for pin in pins]
     found = store_archive.stored_prefixes(store, prefixes)
     lines = []

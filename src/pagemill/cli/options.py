@@ -59,7 +59,7 @@ def engine_options(command: Command) -> Command:
         if "hf_overrides" in given:
             given["hf_overrides"] = _json_object("hf_overrides", given["hf_overrides"])
         if given.get("speculative_config") not in (None, "auto", "off"):
-            words = "auto, off or a JSON object"
+            words = """auto, off or a JSON object such as '{"method": "ngram"}'"""
             given["speculative_config"] = _json_object("speculative_config", given["speculative_config"], words)
         if "lora_modules" in given:
             given["lora_modules"] = _paths_by_name("lora_modules", given["lora_modules"])

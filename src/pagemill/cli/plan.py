@@ -15,8 +15,8 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A known shape (llama-3-8b, llama-3-70b, opt-13b, llama-13b, smollm2-135m), a .json file of one, or a "
-            "model as `pagemill serve` takes it, of which only the configuration is read.",
+            help="A known shape (llama-3-8b, llama-3-70b, opt-13b, llama-7b, llama-13b, smollm2-135m), a .json file of "
+            "one, or a model as `pagemill serve` takes it, of which only the configuration is read.",
         ),
     ],
     device: Annotated[
@@ -84,7 +84,7 @@ def plan(
     seed: Annotated[int | None, typer.Option("--seed", help="Of the workload. Default: 0.")] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="Draw the trade-off here, .svg or .png; needs pagemill[plot]."),
+        typer.Option("--plot", help="Draw the trade-off here, .svg, .png or .pdf; needs pagemill[plot]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

@@ -23,6 +23,8 @@ KEYS = {name.replace("_", "-"): variable for name, variable in KEY_VARIABLES.ite
 OF_THE_FILE_ITSELF = ("config", "show-config", "help")
 JSON_OBJECTS = ("hf-overrides", "speculative-config")
 """Settings whose value is a JSON object, or a mapping in the file."""
+PATHS_BY_NAME = ("lora-modules",)
+"""Settings that may be given several times, as NAME=PATH, or as a mapping in the file."""
 SOURCES = "pagemill.setting_sources"
 """Where a command's context keeps, by flag, where each value that is not the command line's comes from."""
 
@@ -90,7 +92,9 @@ def _words(variable: str, value: str, parameter: Any) -> str | list[str]:
 def _value(context: typer.Context, parameter: Any, flag: str, given: Given) -> Any:
     """Returns a value as the flag takes it. Raises ConfigError, which names its place."""
     value = given.value
-    if given.is_mapping and flag not in JSON_OBJECTS:
+    if given.is_mapping and flag in PATHS_BY_NAME:
+        value = _named_paths(flag, given)
+    elif given.is_mapping and flag not in JSON_OBJECTS:
         raise ConfigError(f"{given.source}: {flag} is a mapping; it must be a single value")
     if isinstance(value, list) and not _is_list(parameter):
         raise ConfigError(f"{given.source}: {flag} is a list; it must be a single value")
@@ -101,6 +105,17 @@ def _value(context: typer.Context, parameter: Any, flag: str, given: Given) -> A
     except typer.BadParameter as error:
         raise ConfigError(f"{given.source}: {flag} is {shown(value)}: {error.message}") from None
     return value
+
+
+def _named_paths(flag: str, given: Given) -> list[str]:
+    """Returns a mapping as flags have it, NAME=PATH for each entry."""
+    paths = msgspec.json.decode(str(given.value))
+    for name, path in paths.items():
+        if not isinstance(path, str):
+            raise ConfigError(f"{given.source}: {flag} has {shown(path)} for {shown(name)}; it must be a path")
+        if "=" in name:
+            raise ConfigError(f"{given.source}: {flag} has {shown(name)}; a name must be without '='")
+    return [f"{name}={path}" for name, path in paths.items()]
 
 
 def _is_list(parameter: Any) -> bool:

@@ -157,7 +157,8 @@ class LLM:
         `add_generation_prompt`, `chat_template`, `tools`, `documents`, and its own variables. Raises
         `InvalidRequestError` for parts of other types, and for tools or documents that the template does not read.
         """
-        single = not isinstance(messages, Sequence) or (messages and isinstance(messages[0], Mapping))
+        listed = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+        single = not listed or (messages and isinstance(messages[0], Mapping))
         conversations: Any = [messages] if single else messages
         prompts = [
             self.frontend.inputs.render_chat(conversation, cache_salt=cache_salt, **template)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any, TypeVar
 
-from pagemill.errors import ConfigError
+from pagemill.errors import ConfigError, shown
 from pagemill.simulate.roofline import whole_where_possible
 from pagemill.simulate.trace import ASKED, MOONCAKE_BLOCK, TracedRequest
 
@@ -229,6 +229,8 @@ def workload_named(name: str) -> Workload:
     if name.endswith(".json"):
         try:
             found = json.loads(Path(name).read_text(), parse_float=whole_where_possible)
+            if not isinstance(found, dict):
+                raise ConfigError(f"{name} cannot be read as a workload: it is {shown(found)}; it must be an object")
             found |= {what: Lengths(**found[what]) for what in ("prompt", "output")}
             return Workload(**found)
         except (OSError, ValueError, TypeError, KeyError) as error:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagemill.errors import CalibrationError, ConfigError
+from pagemill.errors import CalibrationError, ConfigError, shown
 from pagemill.simulate.step_time import KVShape, StepWork
 
 DEVICES = Path(__file__).with_name("devices.json")
@@ -341,14 +341,18 @@ def _read(kind: type[Described], known: Path, name: str, what: str) -> Described
     path = Path(name) if own else known
     try:
         found = json.loads(path.read_text(), parse_float=whole_where_possible)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is {shown(found)}; it must be an object with one entry, the {what} by its name")
         if own and len(found) != 1:
             raise ValueError(f"it has {len(found)} entries; it must have one")
         if own or name in found:
             entry = next(iter(found.values())) if own else found[name]
+            if not isinstance(entry, dict):
+                raise ValueError(f"its entry is {shown(entry)}; it must be an object of the {what}'s fields")
             names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
             if unknown := sorted(set(entry) - set(names)):
                 raise ValueError(f"it has {', '.join(unknown)}, which mean nothing; its fields are {', '.join(names)}")
             return msgspec.convert(entry, kind)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CalibrationError(f"{path} cannot be read as a {what}: {type(error).__name__}: {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise CalibrationError(f"{path} cannot be read as a {what}: {error}") from error
     raise ConfigError(f"there is no {what} {name!r}; choose one of {', '.join(found)}, or give a .json file")

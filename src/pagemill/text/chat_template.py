@@ -121,7 +121,9 @@ def check_messages(messages: object) -> None:
     """Raises InvalidRequestError unless `messages` is a list of 1 to `MAX_MESSAGES` messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequestError(
-            f"messages is {shown(messages)}, no list or empty; give a list of at least one message", param="messages"
+            f"messages is {shown(messages)}; it must be a list of at least one message, each a dict such as "
+            f'{{"role": "user", "content": "Hello"}}',
+            param="messages",
         )
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import tokenizers
 
-from pagemill.errors import ConfigError, InvalidRequestError, TokenizerError, shown
+from pagemill.errors import ConfigError, InvalidRequestError, ModelLoadError, TokenizerError, shown
 from pagemill.hub.resolve import resolve_model
 from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.chat_template import ChatTemplate
@@ -60,13 +60,21 @@ class Tokenizer:
         """Returns an engine's tokenizer: `config.tokenizer`, else the model's own, with `config.chat_template`, if that
         is set, and the formats of answers that it asks for. Raises what `from_path` does, and `ConfigError` or
         `TokenizerError` for a chat template that is missing or wrong."""
-        tokenizer = cls.from_path(config.tokenizer or config.model)
+        tokenizer = cls.named(config.tokenizer) if config.tokenizer else cls.from_path(config.model)
         if config.chat_template is not None:
             tokenizer.chat_template = _template_of(config.chat_template, tokenizer.chat_template)
             tokenizer.check_chat_template()
         tokenizer.answers = AnswerFormats(tokenizer, config.tool_call_parser, config.reasoning_parser)
         tokenizer.fewest_tokens("")  # is built here: it takes 20 ms in one piece, which running streams would notice
         return tokenizer
+
+    @classmethod
+    def named(cls, name: str) -> Tokenizer:
+        """Returns the tokenizer of the setting `tokenizer`. Raises what `from_path` does, and names the setting."""
+        try:
+            return cls.from_path(name)
+        except ModelLoadError as error:
+            raise type(error)(f"tokenizer: {error.message}", param="tokenizer") from error
 
     @classmethod
     def from_path(cls, name_or_path: str | os.PathLike[str]) -> Tokenizer:

@@ -35,9 +35,12 @@ class ServerLogs:
 
     log_level: Annotated[
         Literal["info", "warning", "error"],
-        about("What is logged: with info, a line for each request; administrative acts are logged at every level."),
+        about(
+            "What is logged: info (a line for each request too), warning or error; administrative acts are logged at "
+            "every level."
+        ),
     ] = "info"
-    log_format: Annotated[Literal["text", "json"], about("How a line is written.")] = "text"
+    log_format: Annotated[Literal["text", "json"], about("How a line is written: text or json.")] = "text"
     otlp_traces_endpoint: Annotated[
         str | None,
         about(
