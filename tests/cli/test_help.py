@@ -118,6 +118,22 @@ def test_wrong_usage_is_one_line(args, words, capsys):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--max-num-seqs", "0"],
+        ["--enable-lora", "--tensor-parallel-size", "2"],
+        ["--reading-timeout-s", "0"],
+        ["--config", "nowhere.yaml"],
+    ],
+)
+def test_what_a_setting_refuses_has_another_status(args, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "m", *args, "--show-config"])
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (1, 1), said
+
+
 @pytest.mark.parametrize("args", [[], ["cache"]])
 def test_without_a_command_there_is_help(args, capsys):
     with pytest.raises(SystemExit) as ended:
