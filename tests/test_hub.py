@@ -447,6 +447,9 @@ def test_a_configuration_comes_without_weights(hub):
     found = subprocess.run([sys.executable, "-c", FIND, "org/sharded"], capture_output=True, text=True, check=True)
     assert os.listdir(found.stdout.strip()) == ["config.json"]
     assert not any("safetensors" in path for path in hub.asked)
+    hub.asked.clear()
+    again = subprocess.run([sys.executable, "-c", FIND, "org/sharded"], capture_output=True, text=True, check=True)
+    assert (again.stdout, hub.asked) == (found.stdout, [])
     for name, words in (("org/one-gguf", "has no config.json"), ("org/nothing", "has no model 'org/nothing'")):
         done = subprocess.run([sys.executable, "-c", FIND, name], capture_output=True, text=True)
         assert words in done.stderr

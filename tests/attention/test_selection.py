@@ -9,7 +9,7 @@ import fake_flashinfer
 import pytest
 import torch
 
-from pagemill.attention import selection
+from pagemill.attention import measured_choice, selection
 from pagemill.attention.flash_attn_backend import FA2_SUPPORT, FA3_SUPPORT, Fa2, Fa3
 from pagemill.attention.flashinfer_backend import FlashInfer
 from pagemill.attention.interface import AttentionBackend
@@ -134,7 +134,11 @@ def test_auto_takes_torch_only_as_the_last_resort(caplog: pytest.LogCaptureFixtu
         assert support.refusal(replace(H100, capability=None)) == "it needs an NVIDIA GPU; use device 'cuda'"
 
 
-def test_a_measurement_is_kept_until_something_changes(tmp_path: Path) -> None:
+def no_locks(*_: object) -> None:
+    raise OSError(38, "Function not implemented")
+
+
+def test_a_measurement_is_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast, broken = TorchAttention(), TorchAttention(), TorchAttention()
     slow.name, fast.name, broken.name = "slow", "fast", "broken"
     measured = []
@@ -161,6 +165,9 @@ def test_a_measurement_is_kept_until_something_changes(tmp_path: Path) -> None:
         assert choice(triton=slow, flash_attn=fast) == ("flash_attn", ["slow", "fast"])
     with pytest.raises(RuntimeError, match="no attention runs"):
         choice(flash_attn=broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(measured_choice.fcntl, "flock", no_locks)
+        assert choice("H300", triton=slow, flash_attn=fast) == ("flash_attn", ["slow", "fast"])
 
 
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])

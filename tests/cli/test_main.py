@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -150,3 +151,9 @@ def test_a_full_disk_is_an_error_in_one_line():
     assert done.stderr.startswith("error: ")
     assert "No space left" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_stdout_is_no_error():
+    command = f"{shlex.quote(sys.executable)} -m pagemill --version >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert "Traceback" not in done.stderr

@@ -107,6 +107,10 @@ def test_keys_come_from_the_environment_where_no_flag_gives_them():
     assert ServerAccess.read({"api_key": ["sk-b"]}, environment) == ServerAccess(api_key=["sk-b"])
     with pytest.raises(ConfigError, match="printable ASCII") as refused:
         ServerAccess.read({}, {"PAGEMILL_API_KEY": "sk secret"})
+    for given, environment in (({}, {"PAGEMILL_API_KEY": '["sk-secret'}), ({"api_key": ["[sk-secret"]}, {})):
+        with pytest.raises(ConfigError, match="api_key has an entry, which is no JSON list") as refused:
+            ServerAccess.read(given, environment)
+        assert "secret" not in refused.value.message
     several = ServerAccess.read({}, {"PAGEMILL_API_KEY": '["sk-a", "sk-b"]', "PAGEMILL_ADMIN_API_KEY": '["sk-c"]'})
     assert (several.api_key, several.admin_api_key) == (["sk-a", "sk-b"], ["sk-c"])
     assert "secret" not in refused.value.message

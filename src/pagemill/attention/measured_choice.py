@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -68,7 +68,8 @@ class MeasuredChoice:
             yield
             return
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # some file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
             os.close(lock)

@@ -14,6 +14,9 @@ NEEDS_NONE = re.compile(r"(-h|--help|--show-config|--(url|replicas)(=.*)?)$")
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 an error of pagemill's own (one line on stderr), 2 wrong usage."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who has started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, until the end
     given = sys.argv[1:] if args is None else args
     if given and given[0] in START_AN_ENGINE and given[1:] and not any(map(NEEDS_NONE.match, given)):
         from pagemill.frontend.spawn import spawn_ahead
@@ -42,7 +45,7 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(1)
     except OSError as error:
         _leave_stdout()
-        sys.stderr.write(f"error: {one_line(str(error))}\n")
+        sys.stderr.write(f"error: {one_line(str(error) or type(error).__name__)}\n")
         sys.exit(1)
 
 

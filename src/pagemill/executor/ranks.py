@@ -139,7 +139,7 @@ class Ranks:
             try:
                 self._check_running()
                 if until_s is not None and time.monotonic() > until_s:
-                    raise _no_answer()
+                    raise TimeoutError("no answer came in time")
             except (RuntimeError, TimeoutError) as error:
                 self.lose(error)
                 return

@@ -72,9 +72,11 @@ def pull_config(name: str) -> Path:
 
     Raises as `pull` does, and ModelNotFoundError for an id of GGUF files, which have their configuration in them.
     """
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     repo, _, file = name.partition(":")
+    if not file and isinstance(kept := try_to_load_from_cache(repo, "config.json"), str):
+        return Path(kept).parent
     with _fetching(repo):
         siblings = HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or []
         if not file and any(sibling.rfilename == "config.json" for sibling in siblings):

@@ -282,11 +282,11 @@ class MemoryManager:
         """
         moving.forget_lost(self.core, frames)
 
-    def distrust(self, table: BlockTable, start: int) -> None:
-        """Makes what a table holds behind its first `start` tokens unfindable, as `forget_lost` does."""
-        first = start // self.block_size
-        held = [block for entries in table.blocks for block in entries[first:] if block >= 0]
-        self.forget_lost(set(self.core.frames_of(held)))
+    def distrust(self, parts: Iterable[tuple[BlockTable, int]]) -> None:
+        """Makes what tables hold behind so many tokens of each unfindable, as `forget_lost` does."""
+        size = self.block_size
+        held = [block for table, start in parts for entries in table.blocks for block in entries[start // size :]]
+        self.forget_lost(set(self.core.frames_of([block for block in held if block >= 0])))
 
     def reset(self) -> bool:
         """Makes all cached blocks unfindable, unsaved, so that every frame is free. Returns False, and changes nothing,

@@ -35,11 +35,12 @@ class Commits:
         self._draft_work = result.draft_work
         updates: list[SequenceUpdate] = []
         entries, failed, finished = flight.entries, result.failed, Status.FINISHED
+        if failed:
+            suspect = [at for at, error in failed.items() if isinstance(error, NonFiniteLogitsError)]
+            self._distrust([entries[at].sequence for at in suspect])
         for position, entry in enumerate(entries):
             sequence, end = entry.sequence, entry.end
             if failed and position in failed:
-                if isinstance(failed[position], NonFiniteLogitsError) and sequence.table is not None:
-                    self._memory.distrust(sequence.table, sequence.num_cached_tokens)
                 updates += self.fail(sequence, failed[position], now)
             elif sequence.status is not finished and not entry.drafts:  # else it is not known yet which are right
                 self._keep(sequence, entry.start, end)
@@ -124,6 +125,12 @@ class Commits:
             state.finish(sequence, now)
             ended = [sequence, *(sequence.ended(index) for index in lost)]
         return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]
+
+    def _distrust(self, sequences: list[Sequence]) -> None:
+        """Lets nobody find what was computed for sequences, as it may not be finite."""
+        parts = [(one.table, one.num_cached_tokens) for one in sequences if one.table is not None]
+        if parts:
+            self._memory.distrust(parts)
 
     def _keep(self, sequence: Sequence, start: int, end: int) -> None:
         """Commits a sequence's tokens from `start` to `end`, and wakes who waits for a block that they fill."""

@@ -23,7 +23,7 @@ class AllowedHosts:
 
     def __init__(self, names: Iterable[str], origins: Iterable[str] = ()) -> None:
         """names: `*.example.com` stands for all names that end so, `*` for all. origins: those that CORS allows."""
-        self._names = [name.lower() for name in names if name]
+        self._names = [name.removesuffix(".").lower() for name in names if name]
         self._origins = frozenset(origins)
 
     def check(self, method: str, headers: Headers) -> None:

@@ -188,7 +188,8 @@ def _listed(name: str, value: str) -> list[str]:
     try:
         return msgspec.json.decode(value, type=list[str])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{name} has {shown(value)}, which is no JSON list of texts: {error}", param=name) from None
+        what = "an entry" if name in KEY_VARIABLES else shown(value)  # keys stand in no message
+        raise ConfigError(f"{name} has {what}, which is no JSON list of texts: {error}", param=name) from None
 
 
 def is_loopback(address: str) -> bool:

@@ -55,7 +55,8 @@ def refusal_of(findings: Sequence[Any], body: Any, kind: Any, whole: str = "the 
     where = _name(place, whole)
     if finding["type"] == "missing":
         return InvalidRequestError(f"{where} is missing; give it", param=param)
-    given = f"{shown(finding.get('input')):.100}"
+    value = finding.get("input")
+    given = "null" if value is None else f"{shown(value):.100}"
     if not all(_can_be(one) for one in alike):
         return InvalidRequestError(f"{where} is {given}: {finding['msg']}", param=param)
     must = " or ".join(dict.fromkeys(map(_must_be, alike)))

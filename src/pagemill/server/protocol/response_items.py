@@ -124,7 +124,7 @@ def _as_items(given: Any) -> Any:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
-        return given
+        raise InvalidRequestError(f"input is {shown(given)}; it must be a text or a list of items", param="input")
     if not given:
         raise InvalidRequestError("input is empty; give a text, or one item at least", param="input")
     check_length("input", given, MAX_MESSAGES)
