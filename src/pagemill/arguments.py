@@ -41,7 +41,7 @@ _BOUND_WORDS = {
     f">= {_BOUNDS[float]['ge']}": "finite",
     "Number out of range": f"at most {_BOUNDS[float]['le']}",
 }
-"""What a value of `_BOUNDS` must be, by what msgspec says of one that is not."""
+"""Words for the bounds of `_BOUNDS`, by what msgspec says of a value beyond one."""
 _NOUNS = {int: "integers", float: "numbers", str: "texts", dict: "dicts", list: "lists"}
 _WORDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 _UNIONS = (types.UnionType, typing.Union)

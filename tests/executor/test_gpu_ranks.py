@@ -47,6 +47,17 @@ def opened(small_model, device, size=2, **settings):
     return config, open_executor(config, backend=STATIC, device=device)
 
 
+def begun(small_model, device):
+    """Returns an engine of two ranks in the middle of two requests, and the process of rank 1."""
+    config, executor = opened(small_model, device)
+    core, (pid,) = EngineCore(config, executor=executor), executor.ranks.pids
+    for each in decoding(2):
+        core.add_request(each)
+    for _ in range(3):
+        core.step()
+    return core, pid
+
+
 def on_one(small_model, requests):
     return on_cpu(EngineConfig(model=small_model, **SMALL), requests)
 
@@ -119,12 +130,7 @@ def test_an_engine_plans_ahead_of_all_ranks_and_blocks_come_and_go(small_model, 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_in_a_step_ends_all(small_model, device, monkeypatch, signal_):
     """Rank 0 waits for it on the device, and hears of it all the same."""
-    config, executor = opened(small_model, device)
-    core, (pid,) = EngineCore(config, executor=executor), executor.ranks.pids
-    for each in decoding(2):
-        core.add_request(each)
-    for _ in range(3):
-        core.step()
+    core, pid = begun(small_model, device)
     os.kill(pid, signal.SIGSTOP)
     if signal_ == signal.SIGKILL:
         threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
@@ -135,19 +141,14 @@ def test_a_rank_that_is_lost_in_a_step_ends_all(small_model, device, monkeypatch
     with pytest.raises(RankLostError, match=words):
         drive(core, [])
     with pytest.raises(RankLostError, match=words):  # and so it stays
-        core.resize(7 * executor.facts.frame_bytes)
+        core.resize(7 * core.executor.facts.frame_bytes)
     wait_until(lambda: not psutil.pid_exists(pid), "rank 1 lives on")
     core.close()
 
 
 def test_a_rank_whose_device_fails_between_steps_ends_at_once(small_model, device):
     """Rank 0 has nothing to say to it, and would wait for it in the next collective."""
-    config, executor = opened(small_model, device)
-    core, (pid,) = EngineCore(config, executor=executor), executor.ranks.pids
-    for each in decoding(2):
-        core.add_request(each)
-    for _ in range(3):
-        core.step()
+    core, pid = begun(small_model, device)
     os.kill(pid, signal.SIGUSR1)
     rank_1 = psutil.Process(pid)
     wait_until(lambda: rank_1.status() == psutil.STATUS_ZOMBIE, "rank 1 waits for rank 0")

@@ -56,6 +56,8 @@ from pagemill.executor.worker import Worker
 from pagemill.models.sharding import Sharding
 
 NO_ANSWER = object()
+LOOK_S = 0.1
+"""Seconds between two looks at a device while rank 0 says nothing."""
 
 
 class Hardware(NamedTuple):
@@ -136,10 +138,6 @@ def main(control: Connection, frames: Connection, shared: int | None = None, *, 
             control.send(None)
         elif (answer := _do(worker, message)) is not NO_ANSWER:
             control.send(answer)
-
-
-LOOK_S = 0.1
-"""Seconds between two looks at a device while rank 0 says nothing."""
 
 
 class Told:

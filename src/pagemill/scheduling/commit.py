@@ -36,8 +36,7 @@ class Commits:
         updates: list[SequenceUpdate] = []
         entries, failed, finished = flight.entries, result.failed, Status.FINISHED
         if failed:
-            suspect = [at for at, error in failed.items() if isinstance(error, NonFiniteLogitsError)]
-            self._distrust([entries[at].sequence for at in suspect])
+            self._distrust(entries, failed)
         for position, entry in enumerate(entries):
             sequence, end = entry.sequence, entry.end
             if failed and position in failed:
@@ -126,9 +125,10 @@ class Commits:
             ended = [sequence, *(sequence.ended(index) for index in lost)]
         return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]
 
-    def _distrust(self, sequences: list[Sequence]) -> None:
-        """Lets nobody find what was computed for sequences, as it may not be finite."""
-        parts = [(one.table, one.num_cached_tokens) for one in sequences if one.table is not None]
+    def _distrust(self, entries: list[Entry], failed: dict[int, Exception]) -> None:
+        """Lets nobody find what was computed for sequences whose logits are not finite."""
+        suspect = [entries[at].sequence for at, why in failed.items() if isinstance(why, NonFiniteLogitsError)]
+        parts = [(one.table, one.num_cached_tokens) for one in suspect if one.table is not None]
         if parts:
             self._memory.distrust(parts)
 

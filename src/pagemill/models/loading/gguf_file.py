@@ -17,7 +17,7 @@ from pagemill.models.loading.checkpoint import MappedFile, TensorInfo
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DEPTH = 8
-"""Of arrays in arrays; no known key has one in another."""
+"""Arrays may lie so deep in each other; no known key has one in another."""
 _LENGTH = struct.Struct("<Q")
 _VERSIONS = (2, 3)
 

@@ -19,7 +19,7 @@ from pagemill.tenant_limits import TenantsFile, key_digests
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 _HOST = re.compile(r"(\*|(\*\.)?[^\s*,:/?#@\[\]]+)?")
-"""What `AllowedHosts` can find in a request, beside addresses."""
+"""Matches names that `AllowedHosts` can find in a request; addresses are the others."""
 
 KEY_VARIABLES = {"api_key": "PAGEMILL_API_KEY", "admin_api_key": "PAGEMILL_ADMIN_API_KEY"}
 """The environment variable that has the key where no flag gives one: a command line can be read by everybody on the

@@ -26,7 +26,7 @@ _NOUNS = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-"""What a value must be, by the type of pydantic's finding; others say it themselves."""
+"""Names what a value must be, by the type of pydantic's finding; findings of other types say it themselves."""
 
 Place = tuple[Any, ...]
 
