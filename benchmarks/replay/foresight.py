@@ -15,7 +15,7 @@ import argparse
 import itertools
 import math
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from benchmarks.replay.setup import MIB, above_zero, add_device_arguments, chosen_roofline, link_speed
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
     for (name, trace), (known, max_tokens), host_gib, (target, target_s) in cases:
         setup = replace(Setup(arguments.kv_mib * MIB), target_tpot_s=target_s)
         found = serve(trace, setup, roofline, max_tokens, host_gib * 2**30, speed)
-        print(f"| {name}, {known} | {host_gib:g} GiB | {target} | {found}", flush=True)
+        print(f"| {name}, {known} | {host_gib:g} GiB | {target} | {found.cells}", flush=True)
 
 
 def drawn(number: int, prompt: int, output: int) -> list[TracedRequest]:
@@ -75,16 +75,37 @@ def drawn(number: int, prompt: int, output: int) -> list[TracedRequest]:
     ]
 
 
+@dataclass(frozen=True)
+class Found:
+    """Holds what became of the requests. again: share of the computed tokens. used: of the pool, in the mean over time.
+    gaps_s: median, 99th percentile and the longest."""
+
+    tokens_per_s: float
+    preempted: int
+    again: float
+    used: float
+    first_token_s: float
+    gaps_s: tuple[float, float, float]
+
+    @property
+    def cells(self) -> str:
+        gaps = ", ".join(f"{1e3 * gap:.0f}" for gap in self.gaps_s)
+        return (
+            f"{self.tokens_per_s:.0f} | {self.preempted} | {self.again:.1%} | {self.used:.0%} | "
+            f"{self.first_token_s:.1f} s | {gaps} ms |"
+        )
+
+
 def serve(
     trace: list[TracedRequest], setup: Setup, times: Roofline, max_tokens: int | None, host_bytes: float, speed: float
-) -> str:
-    """Returns a table's further cells. speed: of the link to host memory, in bytes per second."""
+) -> Found:
+    """Serves the trace. speed: of the link to host memory, in bytes per second."""
     memory = setup.memory(times, saves_evicted=host_bytes > 0)
     tier = None
     if host_bytes:
         block_bytes = times.shape.frame_bytes(setup.block_size)
         tier = LowerTier(memory, int(host_bytes / block_bytes), block_bytes / speed)
-    scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
+    scheduler = setup.scheduler(memory, tier=tier)
     computed = 0
     used = 0.0
 
@@ -95,9 +116,11 @@ def serve(
 
     outcome = replay(trace, scheduler, times, [count], max_tokens=max_tokens, tier=tier)
     middle, late, longest = np.percentile(outcome.gaps_s, [50, 99, 100])
-    return (
-        f"{outcome.output_tokens_per_s:.0f} | {sum(one.starts > 1 for one in outcome.served)} | "
-        f"{scheduler.state.recomputed_tokens / computed:.1%} | {used / outcome.busy_s:.0%} | "
-        f"{np.median([one.ttft_s for one in outcome.served]):.1f} s | {1e3 * middle:.0f}, {1e3 * late:.0f}, "
-        f"{1e3 * longest:.0f} ms |"
+    return Found(
+        outcome.output_tokens_per_s,
+        sum(one.starts > 1 for one in outcome.served),
+        scheduler.state.recomputed_tokens / computed,
+        used / outcome.busy_s,
+        float(np.median([one.ttft_s for one in outcome.served])),
+        (float(middle), float(late), float(longest)),
     )

@@ -114,7 +114,7 @@ def measure(
     if mode != NONE:
         block_s = block_bytes / (link * 1e9) + 1e-6 * arguments.copy_us
         tier = LowerTier(memory, int(arguments.host_gib * 2**30 / block_bytes), block_s, mode)
-    scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
+    scheduler = setup.scheduler(memory, tier=tier)
     computed = 0
 
     def count(plan: StepPlan, seconds: float) -> None:

@@ -165,8 +165,8 @@ class EngineConfig:
         Positive | Literal["auto", "off"],
         about(
             "Milliseconds between a request's tokens to aim for; auto: prompts make a step at most 1.75 times as long "
-            "as it is without them, and admission keeps room for what running answers will need; off, as in LLM: "
-            "prompts and admission take what is free."
+            "as it is without them, and admission keeps room for what running answers will need, unless host memory "
+            "takes as much as the pool; off, as in LLM: prompts and admission take what is free."
         ),
     ] = "auto"
     speculative_config: Annotated[

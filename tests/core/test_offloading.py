@@ -293,6 +293,22 @@ def test_preempted_sequences_come_back_as_the_mode_says(crowd, make_engine, mode
     core.close()
 
 
+@pytest.mark.parametrize(
+    ("blocks", "mode", "foresees"), [(30, "auto", False), (29, "auto", True), (30, "recompute", True)]
+)
+def test_room_is_foreseen_unless_host_memory_holds_as_much_as_the_pool(crowd, make_engine, blocks, mode, foresees):
+    requests, expected = crowd
+    settings = SMALL | {"max_num_seqs": 6, "target_tpot_ms": "auto"}
+    core = make_engine(**settings, kv_host_memory=blocks * FRAME_BYTES, preemption_mode=mode, num_threads=2)
+    assert drive(core, requests).tokens == expected.tokens
+    stats = core.stats()
+    assert (stats.preemptions == 0) == foresees
+    assert (stats.preempted_tokens_swapped_in == 0) == foresees
+    core.resize(31 * FRAME_BYTES)
+    assert core.scheduler.state.foresees, "the pool has grown past what host memory takes"
+    core.close()
+
+
 @pytest.fixture(scope="module")
 def crowd(prompts, make_engine):
     """Six requests that fit side by side at first, and not at their end; and what they bring."""

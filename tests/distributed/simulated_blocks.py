@@ -178,7 +178,7 @@ class EngineBlocks:
             offload = OffloadTiers([], RECORD, store)
             self.served = LyingBlocks(self.pool, self.pool, offload, FORMAT, serves_pool=True)
             peers = PeerLink(peering, FORMAT, store, self.served)
-            self.tiers = Tiers(offload, SimpleNamespace(frames=self.pool), self.pool, "recompute", peers)
+            self.tiers = Tiers(offload, SimpleNamespace(frames=self.pool), self.pool, "recompute", peers=peers)
 
     @property
     def address(self):

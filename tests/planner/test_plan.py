@@ -334,7 +334,6 @@ def test_a_trace_is_stretched_to_the_rate():
         (("--trace", "none.csv"), "there is no trace none.csv"),
         (("--seed", "0", "--trace", "TRACE"), "--seed is 0 beside --trace, which says what comes and when"),
         (("--workload", "chat", "--trace", "TRACE"), "--workload is 'chat' beside --trace"),
-        (("--kv-host-memory", "1GiB"), "'1GiB', which would have no effect: no two prompts of this load begin alike"),
         (
             ("--kv-host-memory", "1GiB", "--workload", "chat", "--device", "server-64"),
             "which would have no effect: one AMD EPYC 9554",

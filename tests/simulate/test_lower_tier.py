@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pagemill.memory.manager import MemoryManager
@@ -20,12 +22,19 @@ TRACE = [TracedRequest(number, 0.0, 80, 40) for number in range(6)]
 """30 blocks of 4 each, in a pool for 3 of them: all are admitted, and some preempted."""
 
 
-def serve(mode, block_s, trace=TRACE, frames=100, capacity=1000):
+def serve(mode, block_s, trace=TRACE, frames=100, capacity=1000, target_s=math.inf):
     """Returns the replay, the tier, and how many tokens were computed again."""
     memory = MemoryManager(frames, 4, [None], saves_evicted=True)
     tier = LowerTier(memory, capacity, block_s, mode)
     scheduler = Scheduler(
-        memory, max_num_seqs=8, max_num_batched_tokens=128, eos_token_ids=frozenset(), ageing_s=10.0, stored=tier.stored
+        memory,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        eos_token_ids=frozenset(),
+        ageing_s=10.0,
+        stored=tier.stored,
+        swap_blocks=tier.swap_blocks,
+        target_tpot_s=target_s,
     )
     outcome = replay(trace, scheduler, TIMES, tier=tier)
     assert [one.num_tokens for one in outcome.served] == [request.output_len for request in trace]
@@ -51,6 +60,19 @@ def test_the_mode_auto_loads_where_the_link_is_faster_than_computing():
     fast, slow = serve("auto", 0.001, many)[1], serve("auto", 1.0, many)[1]
     assert fast.loaded == serve("swap", 0.001, many)[1].loaded
     assert 0 < slow.loaded < serve("swap", 1.0, many)[1].loaded / 2
+
+
+@pytest.mark.parametrize("frames", [100, 180])
+def test_a_pool_that_host_memory_holds_as_a_whole_is_filled_at_little_cost(frames):
+    """Without a target of the user's own. Where host memory is one block short, requests wait for room instead."""
+    trace = [TracedRequest(number, 0.0, 80, 40) for number in range(40)]
+    filled, tier, again = serve("auto", 1e-4, trace, frames, capacity=frames, target_s=None)
+    foreseen = serve("auto", 1e-4, trace, frames, capacity=frames - 1, target_s=None)[0]
+    assert filled.preemptions > 0
+    assert tier.loaded > 0
+    assert foreseen.preemptions == 0
+    assert again < 0.02 * sum(one.length for one in trace)
+    assert filled.end_s < foreseen.end_s
 
 
 def test_a_step_waits_until_saved_blocks_are_out_of_their_frames():

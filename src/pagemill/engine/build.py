@@ -59,6 +59,7 @@ def build(
             ageing_s=config.ageing_s,
             enable_prefix_caching=config.enable_prefix_caching,
             stored=None if tiers is None else tiers.stored,
+            swap_blocks=0 if tiers is None else tiers.swap_blocks,
             max_pinned_share=config.max_pinned_share,
             target_tpot_s=_target_s(config.target_tpot_ms),
             compacts=config.kv_compaction == "auto" and facts.compacts,

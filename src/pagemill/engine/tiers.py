@@ -121,6 +121,7 @@ def make_tiers(
         Path(config.model).stem, facts.fingerprint.hex(), facts.kv_format, facts.numerics, record_bytes
     )
     tiers: list[OffloadStore] = []
+    swap_blocks = 0
     taken = {tier: streamed.of(tier, facts.frame_bytes) for tier in ("host", "disk")}
     if config.kv_host_memory is not None:
         limit, compressed = _host_bytes(config) - taken["host"], config.kv_host_compression == "zstd"
@@ -130,6 +131,8 @@ def make_tiers(
                 f"kv_host_memory is {config.kv_host_memory!r}, but one block takes {record_bytes} bytes; raise it",
                 param="kv_host_memory",
             )
+        if config.enable_prefix_caching and config.preemption_mode != "recompute":
+            swap_blocks = max(0, capacity)
         if capacity > 0 and compressed:
             tiers.append(CompressedStore(limit, facts.kv.itemsize))
         elif capacity > 0:
@@ -139,13 +142,15 @@ def make_tiers(
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
     if peering is None or not config.enable_prefix_caching:
         offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)
-        return Tiers(offload, executor, memory, config.preemption_mode, watch=watch) if tiers else None
+        if not tiers:
+            return None
+        return Tiers(offload, executor, memory, config.preemption_mode, swap_blocks, watch=watch)
     store = peer_store(peering, format)
     offload = OffloadTiers(tiers, record_bytes, store, publishes)
     drafts = config.asked_drafts is not None and config.asked_drafts.method == "draft_model"
     served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
     peers = PeerLink(peering, format, store, served)
-    return Tiers(offload, executor, memory, config.preemption_mode, peers, watch)
+    return Tiers(offload, executor, memory, config.preemption_mode, swap_blocks, peers, watch)
 
 
 def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[FollowedStore]:
@@ -160,6 +165,7 @@ def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[Fo
 class Tiers:
     """The offload tiers, transfers to and from them, and what is known of their speed and of prefill's.
 
+    swap_blocks: how many blocks of preempted sequences host memory has room for, to come back from there.
     peers: engines that this one gives blocks to and fetches them from; None for none. watch: tells what is on disk;
     None where nobody asks for it, or there is none.
     """
@@ -170,10 +176,12 @@ class Tiers:
         executor: Executor,
         memory: MemoryManager,
         preemption_mode: str,
+        swap_blocks: int = 0,
         peers: PeerLink | None = None,
         watch: StoreWatch | None = None,
     ) -> None:
         self.offload = offload
+        self.swap_blocks = swap_blocks
         self.peers = peers
         self.watch = watch
         self.transfers = Transfers(executor.frames, offload)

@@ -40,7 +40,15 @@ class Setup:
         frames = self.kv_bytes // shape.frame_bytes(self.block_size)
         return MemoryManager(frames, self.block_size, [group.window for group in shape.groups.groups], **settings)
 
-    def scheduler(self, memory: Any, *, caching: bool = True, stored: Stored | None = None) -> Scheduler:
+    def scheduler(
+        self,
+        memory: Any,
+        *,
+        caching: bool = True,
+        tier: LowerTier | None = None,
+        stored: Stored | None = None,
+    ) -> Scheduler:
+        """Returns the scheduler over a memory, and over the tier below it or what else `stored` asks."""
         return Scheduler(
             memory,
             max_num_seqs=self.max_num_seqs,
@@ -48,7 +56,8 @@ class Setup:
             eos_token_ids=frozenset({END_TOKEN}),
             ageing_s=10.0,
             enable_prefix_caching=caching,
-            stored=stored,
+            stored=stored if tier is None else tier.stored,
+            swap_blocks=0 if tier is None else tier.swap_blocks,
             target_tpot_s=self.target_tpot_s,
             compacts=self.kv_compaction == "auto" and isinstance(memory, MemoryManager),
         )
@@ -196,7 +205,7 @@ def _simulate(
         block_bytes = roofline.shape.frame_bytes(setup.block_size)
         speed = roofline.device.efficiency["link"] * link
         tier = LowerTier(memory, int(host / block_bytes), block_bytes / speed)
-    scheduler = setup.scheduler(memory, caching=caching, stored=None if tier is None else tier.stored)
+    scheduler = setup.scheduler(memory, caching=caching, tier=tier)
     first = next(index for index, one in enumerate(trace) if one.arrival_s >= WARM_UP * trace[-1].arrival_s)
     widest = max(one.num_sequences for one in trace)
     latest, most_rows = -1, 0

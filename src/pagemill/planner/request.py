@@ -100,20 +100,16 @@ class Asked:
         return Load(traced, traced.rate if self.rate is None else self.rate, self.requests)
 
     def _host(self, device: Device, load: Load) -> tuple[int, ...]:
-        """Returns the sizes of host memory to try: none, and what was asked for where it can bring something."""
-        why = None
-        if device.link_bytes_per_s is None:
-            why = f"{device.about} has no link to a host's memory that is another"
-        elif not load.shares:
-            why = "no two prompts of this load begin alike, so nothing is found there"
-        if self.kv_host_memory == "0" or (why and self.kv_host_memory is None):
-            return (0,)
-        if why:
+        """Returns the sizes of host memory to try: none, and what was asked for, or is usual where prompts share."""
+        asked = self.kv_host_memory
+        if device.link_bytes_per_s is None and asked not in (None, "0"):
             raise ConfigError(
-                f"kv_host_memory is {self.kv_host_memory!r}, which would have no effect: {why}; leave it out, or give 0"
+                f"kv_host_memory is {asked!r}, which would have no effect: {device.about} has no link to a host's "
+                "memory that is another; leave it out, or give 0"
             )
-        asked = USUAL_HOST_MEMORY if self.kv_host_memory is None else self.kv_host_memory
-        return (0, parse_memory("kv_host_memory", asked, device.memory_bytes))
+        if asked is None and device.link_bytes_per_s is not None and load.shares:
+            asked = USUAL_HOST_MEMORY
+        return (0,) if asked in (None, "0") else (0, parse_memory("kv_host_memory", asked, device.memory_bytes))
 
 
 def read_counts(name: str, text: str) -> tuple[int, ...]:

@@ -185,12 +185,9 @@ def _limit(state: SchedulerState, tenant: TenantState, demand: Demand, guarantee
 
 
 def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, demand: Demand) -> bool:
-    """Returns whether a sequence and those that run will find the blocks that they grow by, as far as can be foreseen.
-
-    Where contexts stream, they need no more of the pool, and nothing is foreseen.
-    """
-    memory = state.memory
-    if state.lengths is None or not state.running or memory.streamed.count:
+    """Returns whether a sequence and those that run will find the blocks that they grow by, as is foreseen."""
+    memory, lengths = state.memory, state.lengths
+    if lengths is None or not state.foresees or not state.running:
         return True
     step = state.batch.steps
     if state.refused is not None and state.refused[0] is sequence and step < state.refused[1]:
@@ -202,7 +199,7 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
         state.refused = None
         return True
     state.settle()
-    forecast = Forecast(state.lengths, _growing(state), available, memory.block_size, memory.windows)
+    forecast = Forecast(lengths, _growing(state), available, memory.block_size, memory.windows)
     new = Growing(
         held=0,
         entries=-(-len(sequence.tokens) // memory.block_size),

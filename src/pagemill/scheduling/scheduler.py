@@ -60,6 +60,7 @@ class Scheduler:
         ageing_s: float,
         enable_prefix_caching: bool = True,
         stored: Stored | None = None,
+        swap_blocks: int = 0,
         max_pinned_share: float = 0.5,
         target_tpot_s: float | None = math.inf,
         compacts: bool = False,
@@ -81,6 +82,7 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             caches_prefixes=enable_prefix_caching,
             stored=stored,
+            swap_blocks=swap_blocks,
             lengths=None if self.pacer is None else AnswerLengths(),
         )
         self.tenants = self.state.tenants

@@ -28,6 +28,7 @@ class SchedulerState:
     waiting:  sequences whose turn has not come. Others wait in `pending` for a block that somebody computes or loads.
     loading:  loads from offload stores.
     chunk:    the most tokens of a step.
+    swap_blocks: how many blocks of preempted sequences host memory has room for, to come back from there.
     lengths:  how long answers became, by which admission foresees what running sequences will hold; None: it does not.
     crowded:  whether the last sequence that could have begun found no room.
     refused:  the sequence for which no room was foreseen, and the step from which on to look again; None once another
@@ -48,11 +49,22 @@ class SchedulerState:
     requests: dict[str, list[Sequence]] = field(default_factory=dict)
     pending: PendingPrefixes = field(default_factory=PendingPrefixes)
     recomputed_tokens: int = 0
+    swap_blocks: int = 0
     lengths: AnswerLengths | None = None
     crowded: bool = False
     refused: tuple[Sequence, int] | None = None
     put_off: bool = False
     settle: Callable[[], None] = lambda: None
+
+    @property
+    def foresees(self) -> bool:
+        """Returns whether a sequence begins only if room for what it grows by is foreseen.
+
+        Not where host memory takes as much as the pool holds: a preempted sequence comes back from there for less than
+        rows cost that stay idle. Nor where contexts stream, which need no more of the pool.
+        """
+        memory = self.memory
+        return self.lengths is not None and not memory.streamed.count and self.swap_blocks < memory.num_frames
 
     def __post_init__(self, stored: Stored | None) -> None:
         self.tenants = Tenancy(self.memory, self.pins, self.max_num_seqs)

@@ -42,6 +42,11 @@ class LowerTier:
         self.saving_s = 0.0
 
     @property
+    def swap_blocks(self) -> int:
+        """Returns how many blocks of preempted sequences it has room for, to come back from here."""
+        return 0 if self._mode == "recompute" else self._capacity
+
+    @property
     def next_s(self) -> float:
         """When the next load ends; infinity if none is under way."""
         return self._loads[0][0] if self._loads else math.inf
