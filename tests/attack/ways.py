@@ -40,7 +40,7 @@ TRESPASSES = [
     ("GET", "/metrics", None),
 ]
 """Requests for what is the other tenant's, or an admin's."""
-ENTRIES = [("chat/completions", "messages"), ("responses", "input"), ("embeddings", "input")]
+ENTRIES = [("chat/completions", "messages"), ("responses", "input"), ("messages", "messages"), ("embeddings", "input")]
 """Where lists are taken beside completions: endpoint and field."""
 FORMS: list[dict[str, object]] = [
     {"regex": "((a{1000}){1000}){1000}"},

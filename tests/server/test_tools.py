@@ -277,7 +277,7 @@ def called(arguments, **more):
         ({"tools": [function()] * 129}, "tools", "at most 128"),
         ({"tools": [function()] * 2}, "tools", "'f' twice"),
         ({"tools": [function("a b")]}, "tools", "pattern"),
-        ({"tools": [function("x" * 65)]}, "tools", "pattern"),
+        ({"tools": [function("x" * 129)]}, "tools", "pattern"),
         ({"tools": [function(description="x" * 270_000)]}, "tools", "262144 characters"),
         ({"tools": [function(parameters=nested(100))]}, "tools", "nested deeper"),
         ({"tools": [{"type": "code"}]}, "tools", "function"),

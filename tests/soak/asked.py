@@ -38,7 +38,8 @@ CALL_TOKENS = 60
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-STREAMED = (COMPLETIONS, CHATS, RESPONSES)
+MESSAGES = "/v1/messages"
+STREAMED = (COMPLETIONS, CHATS, RESPONSES, MESSAGES)
 GREEDY, SEEDED = {"temperature": 0}, {"temperature": 0.9, "seed": 3}
 
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,6 +59,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "call": (CHATS, {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "max_tokens": CALL_TOKENS, **GREEDY}),
     "form": (CHATS, {"messages": CHAT, "response_format": FORMAT, "max_tokens": 60, **GREEDY}),
     "response": (RESPONSES, {"input": CHAT, "store": False, "max_output_tokens": 10, **GREEDY}),
+    "message": (MESSAGES, {"messages": CHAT, "max_tokens": 10, **GREEDY}),
     "vectors": ("/v1/embeddings", {"input": ["A cat.", LONG], "encoding_format": "base64"}),
     "means": ("/v1/embeddings", {"input": "A cat.", "pooling_type": "MEAN"}),
     "tokenize": ("/tokenize", {"prompt": LONG}),
@@ -115,6 +117,9 @@ GARBAGE: list[tuple[str, str, bytes, int]] = [
     ("POST", CHATS, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400),
     ("POST", RESPONSES, b'{"input": "a", "previous_response_id": "resp_none"}', 404),
     ("POST", RESPONSES, b'{"input": "a", "background": true}', 400),
+    ("POST", MESSAGES, b'{"messages": [{"role": "user", "content": "a"}]}', 400),
+    ("POST", MESSAGES, b'{"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}', 400),
+    ("POST", MESSAGES, b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "model": "nobody"}', 404),
     ("POST", "/v1/embeddings", b'{"input": []}', 400),
     ("POST", "/tokenize", b'{"prompt": 1}', 400),
     ("POST", "/v1/pins", b'{"name": "", "prompt": "a"}', 400),
@@ -142,12 +147,15 @@ class Refused(Exception):
 
     def faults(self) -> list[str]:
         """Returns what a client would miss in this error."""
-        error = self.body.get("error") if isinstance(self.body, dict) else None
-        if not isinstance(error, dict) or {*error} != {"message", "type", "param", "code"}:
-            return ["it has not OpenAI's shape"]
+        body = self.body if isinstance(self.body, dict) else {}
+        error, is_anthropics = body.get("error"), body.get("type") == "error"
+        fields = {"message", "type"} if is_anthropics else {"message", "type", "param", "code"}
+        if not isinstance(error, dict) or {*error} != fields:
+            return ["it has neither OpenAI's shape nor Anthropic's"]
         message, kind = error["message"], error["type"]
+        kinds = ANTHROPICS_KINDS if is_anthropics else KINDS
         found = []
-        if not (isinstance(message, str) and isinstance(kind, str) and kind in KINDS.get(self.status, KINDS[0])):
+        if not (isinstance(message, str) and isinstance(kind, str) and kind in kinds.get(self.status, kinds[0])):
             found.append("its type is not its status's")
         if not WAY_OUT.search(str(message)):
             found.append("it names no way out")
@@ -175,12 +183,20 @@ KINDS = {
     429: {"rate_limit_error"},
     503: {"service_unavailable_error"},
 }
+ANTHROPICS_KINDS = KINDS | {
+    0: {"overloaded_error", "timeout_error"},
+    401: {"authentication_error"},
+    409: {"invalid_request_error"},
+    503: {"overloaded_error"},
+}
 
 
 def whole(path: str, answer: Any) -> Any:
     """Returns what an answer says, without ids, times and what depends on caches."""
     if path == RESPONSES:
         return _items(answer)
+    if path == MESSAGES:
+        return [block["text"] for block in answer["content"]], answer["stop_reason"]
     if path in (COMPLETIONS, CHATS):
         return [_choice(choice, choice.get("message")) for choice in answer["choices"]], answer.get("prompt_logprobs")
     if path == "/v1/embeddings":
@@ -228,6 +244,8 @@ def joined(path: str, events: Iterable[Any], count: int) -> Any:
         texts, *others = _items(response)
         assert said == "".join(text for item in texts for text in item), "its pieces are not the response"
         return texts, *others
+    if path == MESSAGES:
+        return _message(events)
     choices = [{"text": "", "calls": [], "end": (None, None), "logprobs": None, "prompt": None} for _ in range(count)]
     for event in events:
         for new in event["choices"]:
@@ -236,6 +254,21 @@ def joined(path: str, events: Iterable[Any], count: int) -> Any:
     for choice in choices:
         choice["calls"] = [tuple(call) for call in choice["calls"]]
     return choices, None
+
+
+def _message(events: Iterable[Any]) -> Any:
+    texts: list[str] = []
+    reason = last = None
+    for event in events:
+        last = event["type"]
+        if last == "content_block_start":
+            texts.append("")
+        elif last == "content_block_delta":
+            texts[event["index"]] += event["delta"]["text"]
+        elif last == "message_delta":
+            reason = event["delta"]["stop_reason"]
+    assert last == "message_stop", f"a stream of a message ended with {last}"
+    return texts, reason
 
 
 def _join(choice: dict[str, Any], new: Any) -> None:

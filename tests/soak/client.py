@@ -21,6 +21,7 @@ from tests.soak.asked import (
     FORMS,
     GARBAGE,
     KNOWN,
+    MESSAGES,
     RESPONSES,
     SCRIPTS,
     SHORT,
@@ -304,14 +305,15 @@ class Client:
             if response.status_code != 200:
                 response.read()
                 raise refusal(response)
-            done = path == RESPONSES
+            done = path in (RESPONSES, MESSAGES)
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line[6:])
                     if (broken := broken_off(event)) is not None:
                         raise broken
                     if ids == []:
-                        ids.append(event["response"]["id"] if path == RESPONSES else event.get("id", ""))
+                        within = {RESPONSES: "response", MESSAGES: "message"}.get(path)
+                        ids.append((event[within] if within else event).get("id", ""))
                     yield event
                 done = done or line == "data: [DONE]"
             if not done:

@@ -33,6 +33,7 @@ from pagemill.server.routes.embeddings import embedding_routes
 from pagemill.server.routes.engine import engine_routes
 from pagemill.server.routes.health import health_routes
 from pagemill.server.routes.kv_map import Feed, kv_map_routes
+from pagemill.server.routes.messages import message_routes
 from pagemill.server.routes.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.routes.models import ServedModels, model_routes
 from pagemill.server.routes.page import page_routes
@@ -106,6 +107,7 @@ def create_app(
         return await answer(ChatCall, body, request)
 
     app.include_router(response_routes(llm, served))
+    app.include_router(message_routes(llm, served))
     app.include_router(model_routes(served))
     app.include_router(token_routes(llm, served))
     app.include_router(embedding_routes(llm, served))

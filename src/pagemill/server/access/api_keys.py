@@ -19,6 +19,9 @@ OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version"})
 OPEN_FOLDER = "/page/"
 """The files of the page at `/`, which asks for the key itself."""
 
+ANTHROPIC_KEY = "x-api-key"
+"""The header in which Anthropic's clients send a key."""
+
 METRICS = "/metrics"
 BROWSER_PATHS = frozenset({METRICS, "/docs", "/openapi.json"})
 """Paths that people open in a browser, which asks for a key as for a password, with any name."""
@@ -136,6 +139,8 @@ def challenge(path: str) -> str:
 def _sent_key(path: str, headers: Headers) -> str:
     """Returns the key that came with a request, "" for none."""
     scheme, _, sent = headers.get("authorization", "").partition(" ")
+    if not scheme:
+        return headers.get(ANTHROPIC_KEY, "").strip()
     if scheme.lower() == "bearer":
         return sent.strip()
     if scheme.lower() == "basic" and path in BROWSER_PATHS:

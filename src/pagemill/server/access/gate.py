@@ -17,7 +17,7 @@ from pagemill.errors import (
     SlowBodyError,
 )
 from pagemill.frontend.rates import RateStatus
-from pagemill.server.access.api_keys import ApiKeys, Caller, challenge, is_open
+from pagemill.server.access.api_keys import ANTHROPIC_KEY, ApiKeys, Caller, challenge, is_open
 from pagemill.server.access.connections import client_of
 from pagemill.server.access.failed_keys import FailedKeys
 from pagemill.server.access.hosts import AllowedHosts
@@ -96,7 +96,7 @@ class Gate:
                 if "route" in scope:
                     asked["route"] = scope["route"]  # for the log
             return
-        answer = error_answer(error)
+        answer = error_answer(error, scope["path"])
         if isinstance(error, AuthenticationError):
             answer.headers["WWW-Authenticate"] = challenge(scope["path"])
         answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
@@ -110,7 +110,7 @@ class Gate:
         try:
             return self._keys.caller(scope["method"], path, headers)
         except AuthenticationError:
-            if "authorization" in headers:
+            if "authorization" in headers or ANTHROPIC_KEY in headers:
                 self._failed.note(address)
                 if self._lines.allow(0):
                     AUDIT.warning(

@@ -26,7 +26,8 @@ class Drain:
             ServerBusyError(
                 "the server was asked to stop and takes no more requests; send this again when it has started anew, or "
                 "to another server"
-            )
+            ),
+            scope["path"],
         )
         answer.headers["Connection"] = "close"
         await answer(scope, receive, send)

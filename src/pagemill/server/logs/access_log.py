@@ -126,7 +126,7 @@ class AccessLog:
                     f"without spaces; leave it out to get one",
                     param=REQUEST_ID,
                 )
-                answer = error_answer(refused)
+                answer = error_answer(refused, scope["path"])
                 answer.headers["Connection"] = "close"  # its body may still be on its way
                 await answer(scope, receive, tell)
         finally:

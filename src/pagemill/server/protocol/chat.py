@@ -253,6 +253,11 @@ class ChatCompletionRequest(GenerationRequest):
         }
 
     @property
+    def thinks(self) -> bool:
+        """Whether it asks for reasoning without saying how much."""
+        return False
+
+    @property
     def max_tool_calls(self) -> int | None:
         """The tool calls that the answer may have; None for any number."""
         if self.tool_choice == "none":

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, for every failure."""
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, for every failure; of the
+paths of Anthropic's API, in its shape."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from pagemill.errors import (
     ServerBusyError,
     TooManyWaitingError,
 )
+from pagemill.server.protocol.anthropic_errors import AnthropicErrorResponse, anthropic_response, is_anthropic
 from pagemill.server.protocol.body import ErrorBody, ErrorResponse
 from pagemill.server.protocol.events import ClientGone
 from pagemill.server.protocol.refusals import not_json, refusal_of
@@ -68,6 +70,11 @@ def error_response(error: PagemillError) -> ErrorResponse:
     return ErrorResponse(error=body)
 
 
+def anthropic_error_response(error: PagemillError, status: int | None = None) -> AnthropicErrorResponse:
+    """Returns an error as Anthropic writes it. status: another than the error's own."""
+    return anthropic_response(_sendable(error.message), status or error.http_status)
+
+
 def _sendable(text: str) -> str:
     """Returns a text cut to `LONGEST_MESSAGE`, with halves of surrogate pairs, which JSON may bring but no answer can
     have, as escapes."""
@@ -90,7 +97,7 @@ def install_error_handlers(app: FastAPI, wait_s: Callable[[str], float]) -> None
 
     async def pagemill_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, PagemillError)
-        answer = error_answer(error)
+        answer = error_answer(error, request.scope["path"])
         if isinstance(error, TooManyWaitingError):
             answer.headers["Retry-After"] = str(math.ceil(wait_s(request.state.tenant)))
         return answer
@@ -102,9 +109,10 @@ def install_error_handlers(app: FastAPI, wait_s: Callable[[str], float]) -> None
     app.add_exception_handler(Exception, _unexpected_error)
 
 
-def error_answer(error: PagemillError, status: int | None = None) -> JSONResponse:
-    """Returns an error as the answer to an HTTP request. status: another than the error's own."""
-    response = JSONResponse(error_response(error).model_dump(), status_code=status or error.http_status)
+def error_answer(error: PagemillError, path: str, status: int | None = None) -> JSONResponse:
+    """Returns an error as the answer to an HTTP request of this path. status: another than the error's own."""
+    body = anthropic_error_response(error, status) if is_anthropic(path) else error_response(error)
+    response = JSONResponse(body.model_dump(), status_code=status or error.http_status)
     if isinstance(error, (TooManyWaitingError, ServerBusyError, EngineRestartingError, EngineStoppedError)):
         response.headers["Retry-After"] = RETRY_AFTER_S
     elif isinstance(error, RateLimitError):
@@ -126,25 +134,25 @@ def without_frames(error: E) -> E:
     return error
 
 
-async def _validation_error(_: Request, error: Exception) -> Response:
+async def _validation_error(request: Request, error: Exception) -> Response:
     """Answers with the first of pydantic's findings."""
     assert isinstance(error, RequestValidationError)
-    return error_answer(refusal_of(error.errors(), error.body, None))
+    return error_answer(refusal_of(error.errors(), error.body, None), request.scope["path"])
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answers with 404, 405 and their like, from the router, and with why a body could not be read."""
     assert isinstance(error, HTTPException)
-    cause = error.__cause__
+    cause, path = error.__cause__, request.scope["path"]
     if isinstance(cause, ClientGone):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if error.status_code == HTTPStatus.BAD_REQUEST and cause is not None:
-        return error_answer(cause if isinstance(cause, PagemillError) else not_json(cause))
+        return error_answer(cause if isinstance(cause, PagemillError) else not_json(cause), path)
     kind = NotFoundError if error.status_code == HTTPStatus.NOT_FOUND else InvalidRequestError
-    path, why = request.url.path, f"{HTTPStatus(error.status_code).phrase}; see /docs for what is served"
+    why = f"{HTTPStatus(error.status_code).phrase}; see /docs for what is served"
     instead = INSTEAD.get(path.rpartition("/")[2]) if kind is NotFoundError else None
     refusal = kind(f"{request.method} {path}: {why if instead is None else f'not served here; {instead}'}")
-    response = error_answer(refusal, error.status_code)
+    response = error_answer(refusal, path, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
@@ -153,6 +161,6 @@ async def _client_gone(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _unexpected_error(_: Request, __: Exception) -> Response:
+async def _unexpected_error(request: Request, _: Exception) -> Response:
     """Tells the client nothing of our insides; the HTTP server writes the traceback to its log."""
-    return error_answer(PagemillError("the server failed on this request; its log says why"))
+    return error_answer(PagemillError("the server failed on this request; its log says why"), request.scope["path"])

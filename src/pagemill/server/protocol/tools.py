@@ -24,7 +24,7 @@ MAX_ARGUMENTS = 1048576
 MAX_BRACKETS = 65536
 """Brackets `[` and `{` in them: where each begins a list or an object, templates take long to be given them."""
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class Function(Body):

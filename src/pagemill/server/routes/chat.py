@@ -27,6 +27,7 @@ from pagemill.server.protocol.chat import (
 )
 from pagemill.server.protocol.tools import Called, CalledDelta, ToolCall, ToolCallDelta
 from pagemill.server.routes.call import Call
+from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.answer.reader import AnswerPart, AnswerReader
 
 READ_LIKE_ONE = 50
@@ -49,10 +50,7 @@ class ChatCall(Call[ChatCompletionRequest]):
         self._answers, self._bytes_of = tokenizer.answers, tokenizer.token_texts.raw
         if self._tools:
             self._answers.check_tool_calls()
-        own = self.request.chat_template_kwargs or {}
-        self._answers.check_options(own)
-        self._options = self.request.template_options()
-        self._options["chat_template_kwargs"] = {**own, **self._answers.options(self.request.reasoning_effort)}
+        self._options = options_for(self._answers, self.request)
         await super()._start()
 
     def _params(self) -> SamplingParams | BeamSearchParams:
@@ -192,6 +190,15 @@ class ChatCall(Call[ChatCompletionRequest]):
             likely.sort(key=lambda entry: -entry.logprob)
             content.append(TokenLogprob(**_top(*entries[0]).model_dump(), top_logprobs=likely))
         return ChatLogprobs(content=content)
+
+
+def options_for(answers: AnswerFormats, request: ChatCompletionRequest) -> dict[str, Any]:
+    """Returns what the chat template is given beside messages and tools. Raises `InvalidRequestError` for what it does
+    not read."""
+    own = request.chat_template_kwargs or {}
+    answers.check_options(own)
+    asked = answers.options(request.reasoning_effort, request.thinks)
+    return {**request.template_options(), "chat_template_kwargs": {**own, **asked}}
 
 
 def _finish_reason(output: CompletionOutput, reader: AnswerReader) -> str | None:

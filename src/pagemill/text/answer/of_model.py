@@ -88,9 +88,11 @@ class AnswerFormats:
                     param="chat_template_kwargs",
                 )
 
-    def options(self, reasoning_effort: str | None) -> dict[str, Any]:
+    def options(self, reasoning_effort: str | None, thinks: bool = False) -> dict[str, Any]:
         """Returns what asks a chat template for so much reasoning. Raises `InvalidRequestError` where it has no place
-        for that; "none" is what such a model does anyway."""
+        for that; "none" is what such a model does anyway. thinks: asks for reasoning where it can be left out."""
+        if thinks and "enable_thinking" in self._options_read:
+            return {"enable_thinking": True, **self.options(reasoning_effort)}
         if reasoning_effort is None:
             return {}
         if "reasoning_effort" in self._options_read:

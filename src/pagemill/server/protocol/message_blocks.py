@@ -1,0 +1,207 @@
+"""Content blocks of `/v1/messages`: what goes in, what comes out, and how turns stand for messages of chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, Field, model_validator
+
+from pagemill.errors import InvalidRequestError
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Name
+from pagemill.server.protocol.tools import check_size
+
+LEFT_IN = frozenset({"cache_control", "citations"})
+"""What clients put into blocks and what means nothing here: equal beginnings are found without being marked."""
+
+BETWEEN_TEXTS = "\n"
+"""Stands between two texts of one turn."""
+
+SERVED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+"""The types of blocks that turns of each role may have."""
+
+
+class _Block(Body):
+    """What a block is refused for: clients send back fields that are empty, or `LEFT_IN`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, block: Any) -> Any:
+        if not isinstance(block, dict):
+            return block
+        kept = {name: value for name, value in block.items() if value not in (None, []) and name not in LEFT_IN}
+        unknown = next((name for name in kept if name not in cls.model_fields), None)
+        if unknown is not None:
+            raise InvalidRequestError(
+                f"this server does not serve {unknown!r:.128} in a block of type {block.get('type')!r:.128}; leave it "
+                f"out",
+                param="messages",
+            )
+        return kept
+
+
+class TextIn(_Block):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingIn(_Block):
+    """Reasoning of an earlier answer. signature: proves elsewhere who has written it, and nothing here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseIn(_Block):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_input(cls, block: Any) -> Any:
+        if isinstance(block, dict):
+            check_size("messages", block.get("input"))
+        return block
+
+
+class ToolResultIn(_Block):
+    """What a call has come to. is_error: the model is told so in front of it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: str | Annotated[list[TextIn], FIRST_ERROR] | None = None
+    is_error: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_parts(cls, block: Any) -> Any:
+        if isinstance(block, dict):
+            check_types(block.get("content"), ("text",), "a tool_result")
+        return block
+
+    @property
+    def text(self) -> str:
+        said = self.content if isinstance(self.content, str) else joined(self.content or ())
+        return f"Error: {said}" if self.is_error else said
+
+
+BlockIn = TextIn | ThinkingIn | ToolUseIn | ToolResultIn
+
+
+class Turn(Body):
+    """One turn of a conversation, or a part of one: turns of one role that follow each other are one."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Annotated[BlockIn, Field(discriminator="type")]], FIRST_ERROR]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_types(cls, turn: Any) -> Any:
+        if isinstance(turn, dict) and (types := SERVED.get(turn.get("role", ""))) is not None:
+            check_types(turn.get("content"), types, f"a turn of role {turn['role']!r}")
+        if isinstance(turn, dict) and turn.get("content") == []:
+            raise InvalidRequestError("a turn has no blocks; give it one, or leave it out", param="messages")
+        return turn
+
+    @property
+    def blocks(self) -> Sequence[BlockIn]:
+        return [TextIn(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+def check_types(content: Any, types: Sequence[str], where: str) -> None:
+    """Raises `InvalidRequestError` for a block of another type."""
+    for block in content if isinstance(content, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else types[0]
+        if kind not in types:
+            raise InvalidRequestError(
+                f"this server does not serve a block of type {kind!r:.128} in {where}; it takes {', '.join(types)}: "
+                f"leave it out, or say it in words",
+                param="messages",
+            )
+
+
+def joined(blocks: Sequence[TextIn]) -> str:
+    """Returns the texts of blocks as one."""
+    return BETWEEN_TEXTS.join(block.text for block in blocks)
+
+
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Returns turns as messages of chat. What tools have brought is a message each, in its place."""
+    messages: list[dict[str, Any]] = []
+    for role, blocks in _merged(turns):
+        messages += _of_user(blocks) if role == "user" else [_of_assistant(blocks)]
+    return messages
+
+
+def _merged(turns: Sequence[Turn]) -> Iterator[tuple[str, list[BlockIn]]]:
+    blocks: list[BlockIn] = []
+    for number, turn in enumerate(turns):
+        blocks += turn.blocks
+        if number == len(turns) - 1 or turns[number + 1].role != turn.role:
+            yield turn.role, blocks
+            blocks = []
+
+
+def _of_user(blocks: Sequence[BlockIn]) -> Iterator[dict[str, Any]]:
+    texts: list[TextIn] = []
+    for block in blocks:
+        if isinstance(block, TextIn):
+            texts.append(block)
+        elif isinstance(block, ToolResultIn):
+            if texts:
+                yield {"role": "user", "content": joined(texts)}
+                texts = []
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
+    if texts:
+        yield {"role": "user", "content": joined(texts)}
+
+
+def _of_assistant(blocks: Sequence[BlockIn]) -> dict[str, Any]:
+    texts = [block for block in blocks if isinstance(block, TextIn)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingIn)]
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseIn)
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": joined(texts)}
+    if thoughts:
+        message["reasoning_content"] = BETWEEN_TEXTS.join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+class TextOut(BaseModel):
+    type: Literal["text"] = "text"
+    text: str = ""
+
+
+class ThinkingOut(BaseModel):
+    """signature: empty, for there is nothing to prove here; clients want to find it."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseOut(BaseModel):
+    """input: the arguments, as far as they came."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+BlockOut = TextOut | ThinkingOut | ToolUseOut

@@ -1,0 +1,99 @@
+"""MessageOutput: a message's content blocks as the model writes them, and the events that tell of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic_core import from_json
+
+from pagemill.server.protocol.message_blocks import BlockOut, TextOut, ThinkingOut, ToolUseOut
+from pagemill.server.protocol.messages import Message
+from pagemill.text.answer.reader import AnswerPart, CallPart
+
+
+class MessageOutput:
+    """Takes what is read of an answer. `blocks` are those so far; a block is closed when the next one begins."""
+
+    def __init__(self, *, streaming: bool) -> None:
+        """streaming: makes events, which `take_events` must be called for."""
+        self._streaming = streaming
+        self.blocks: list[BlockOut] = []
+        self._open = False
+        """Whether the last block still grows."""
+        self._arguments: list[str] = []
+        """Of the call that is open, as they came."""
+        self._events: list[str] = []
+
+    def start(self, message: Message) -> None:
+        """Tells that the message begins."""
+        self.tell("message_start", message=message.model_dump())
+
+    def add(self, part: AnswerPart) -> None:
+        """Takes what is new of the answer."""
+        if part.reasoning:
+            self._add_reasoning(part.reasoning)
+        if part.content:
+            self._add_text(part.content)
+        for call in part.calls:
+            self._add_call(call)
+
+    def close(self) -> None:
+        """Closes the last block, if one is open."""
+        if not self._open:
+            return
+        self._open = False
+        block = self.blocks[-1]
+        if isinstance(block, ToolUseOut):
+            block.input = _object_of("".join(self._arguments))
+            self._arguments.clear()
+        self.tell("content_block_stop", index=len(self.blocks) - 1)
+
+    def tell(self, event_type: str, **fields: Any) -> None:
+        """Adds an event, framed as Anthropic's clients read it."""
+        if self._streaming:
+            body = msgspec.json.encode({"type": event_type, **fields}).decode()
+            self._events.append(f"event: {event_type}\ndata: {body}\n\n")
+
+    def take_events(self) -> list[str]:
+        """Returns the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _add_reasoning(self, text: str) -> None:
+        block = self.blocks[-1] if self._open else None
+        if not isinstance(block, ThinkingOut):
+            block = ThinkingOut()
+            self._begin(block)
+        block.thinking += text
+        self._tell_delta("thinking_delta", thinking=text)
+
+    def _add_text(self, text: str) -> None:
+        block = self.blocks[-1] if self._open else None
+        if not isinstance(block, TextOut):
+            block = TextOut()
+            self._begin(block)
+        block.text += text
+        self._tell_delta("text_delta", text=text)
+
+    def _add_call(self, part: CallPart) -> None:
+        if part.id is not None:
+            self._begin(ToolUseOut(id=part.id, name=part.name or ""))
+        if part.arguments and self._open:
+            self._arguments.append(part.arguments)
+            self._tell_delta("input_json_delta", partial_json=part.arguments)
+
+    def _begin(self, block: BlockOut) -> None:
+        self.close()
+        self.blocks.append(block)
+        self._open = True
+        self.tell("content_block_start", index=len(self.blocks) - 1, content_block=block.model_dump())
+
+    def _tell_delta(self, kind: str, **fields: str) -> None:
+        self.tell("content_block_delta", index=len(self.blocks) - 1, delta={"type": kind, **fields})
+
+
+def _object_of(arguments: str) -> dict[str, Any]:
+    """Returns a call's arguments; of those that were cut, what is whole."""
+    value = from_json(arguments or "{}", allow_partial=True)
+    return value if isinstance(value, dict) else {}
