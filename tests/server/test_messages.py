@@ -226,7 +226,11 @@ def test_what_tools_brought_goes_to_the_template(client, http, calls_tools):
     assert client.messages.count_tokens(model=MODEL, messages=failed, tools=[WEATHER]).input_tokens == count
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": "Rain."}
 USE = {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "Paris"}}
+
+
+ASKS = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": [USE]}]
 
 
 def said(*blocks):
@@ -284,7 +288,17 @@ def test_thinking_is_asked_of_the_template(client, monkeypatch, served, thinking
 REFUSED = [
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "Hi"}]}, "role is 'system'; it must be 'user' or 'assistant'"),
+    ({"messages": [{"role": "tool", "content": "Hi"}]}, "role is 'tool'; it must be 'user', 'assistant' or 'system'"),
+    ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages.0.role is ['user']"),
+    ({"messages": [said({"type": "text", "text": None})]}, "messages.0.content.0.text is null; it must be a text"),
+    ({"messages": [said({"type": "text"})]}, "messages.0.content.0.text is missing"),
+    ({"messages": [*ASKS, said({**RESULT, "content": [{"type": "image"}]})]}, "this server does not serve a block of"),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "content": [{**USE, "input": {"a": "x" * 300000}}]}]},
+        "input of a tool",
+    ),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "does not serve 'context_management'"),
+    ({"tools": [{**WEATHER, "defer_loading": True}]}, "defer_loading"),
     ({"messages": [said({"type": "image", "source": {}})]}, "block of type 'image' in a turn"),
     ({"messages": [said({"text": "Hi"})]}, "block of type None in a turn of role 'user'"),
     ({"messages": [said({**text("Hi"), "mood": 1})]}, "serve 'mood' in a block of type 'text'"),
@@ -297,8 +311,7 @@ REFUSED = [
     ({"tool_choice": {"type": "tool"}}, "type 'tool' and no name; give one"),
     ({"tool_choice": {"type": "auto", "name": "a"}}, "type 'auto' and a name"),
     ({"tool_choice": {"type": "any"}}, "the type 'any', but there are no tools"),
-    ({"output_config": {"effort": "max"}}, "output_config.effort is 'xhigh', but this model's chat template does not"),
-    ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, "but thinking is disabled"),
+    ({"output_config": {"effort": "max"}}, "output_config.effort is 'max', but this model's chat template does not"),
     ({"messages": [*HELLO, {"role": "user", "content": []}]}, "a turn has no blocks"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"url": "x"}]}, "does not serve 'mcp_servers'"),
@@ -315,6 +328,50 @@ def test_what_is_not_served_is_refused_in_anthropics_shape(http, fields, said):
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert said in answer.json()["error"]["message"]
     assert set(answer.json()["error"]) == {"type", "message"}
+
+
+def test_what_agents_send_is_taken(http, calls_tools):
+    """Marks for the cache, fields that ask for nothing, notes in between, and the header and query of betas."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        **ASKED,
+        "system": [text("x-anthropic-billing-header: cch=1;"), {**text("Be brief."), **mark}],
+        "tools": [{**WEATHER, **mark, "defer_loading": False, "allowed_callers": ["direct"], "type": None}],
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": [{**USE, "caller": {"type": "direct"}}]},
+            said({**RESULT, **mark, "is_error": True, "content": None}),
+            {"role": "system", "content": "The user is away."},
+            said({**text("Go on."), **mark}),
+        ],
+        "metadata": {"user_id": "ada"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "diagnostics": {"previous_message_id": None},
+        "thinking": {"type": "disabled"},
+        "output_config": {"effort": "low"},
+        "service_tier": "auto",
+        "stream": False,
+    }
+    answer = http.post("/v1/messages?beta=true", json=body, headers={"anthropic-beta": "a,b"})
+    assert answer.status_code == 200, answer.text
+    count = http.post("/v1/messages/count_tokens", json={name: body[name] for name in ("system", "tools", "messages")})
+    usage = answer.json()["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count.json()["input_tokens"]
+
+
+def test_half_of_a_character_is_refused(http, calls_tools):
+    use = {**USE, "input": {"city": "\ud800"}}
+    body = {**ASKED, "tools": [WEATHER], "messages": [*HELLO, {"role": "assistant", "content": [use]}, said(RESULT)]}
+    answer = http.post("/v1/messages", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert "Unicode" in answer.json()["error"]["message"]
+
+
+def test_thinking_is_not_asked_for_twice(http, served, monkeypatch):
+    use_template(served, monkeypatch, "smollm3.jinja")
+    body = {**ASKED, "messages": HELLO, "thinking": {"type": "adaptive"}}
+    answer = http.post("/v1/messages", json={**body, "chat_template_kwargs": {"enable_thinking": False}})
+    assert "enable_thinking False, but the request asks for True" in answer.json()["error"]["message"]
 
 
 def test_max_tokens_must_be_said(http):

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 import pagemill
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.lora_request import LoRARequest
-from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.access.api_keys import HEADERS, ApiKeys
 from pagemill.server.access.gate import Gate
 from pagemill.server.access.hosts import AllowedHosts
 from pagemill.server.access.limits import ServerLimits
@@ -64,8 +64,7 @@ def create_app(
         title="pagemill",
         version=pagemill.__version__,
         description=(
-            "Where the server has API keys, send one as 'Authorization: Bearer KEY'. A field that is not named here is "
-            "refused."
+            f"Where the server has API keys, send one as {HEADERS}. A field that is not named here is refused."
         ),
         openapi_url=None,
         docs_url=None,

@@ -22,6 +22,8 @@ OPEN_FOLDER = "/page/"
 ANTHROPIC_KEY = "x-api-key"
 """The header in which Anthropic's clients send a key."""
 
+HEADERS = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+
 METRICS = "/metrics"
 BROWSER_PATHS = frozenset({METRICS, "/docs", "/openapi.json"})
 """Paths that people open in a browser, which asks for a key as for a password, with any name."""
@@ -109,10 +111,10 @@ class ApiKeys:
         tenant, is_admin = _find(digest, self._tenants.items()), _find(digest, self._admins.items()) is not None
         for_admins = _for_admins(method, path)
         if _find(digest, self._revoked.items()) is not None:
-            raise AuthenticationError("this API key is known no more; send another as 'Authorization: Bearer KEY'")
+            raise AuthenticationError(f"this API key is known no more; send another as {HEADERS}")
         if tenant is None and not is_admin:
             if self._tenants or (self._admins and for_admins):
-                raise AuthenticationError("no known API key; send one as 'Authorization: Bearer KEY'")
+                raise AuthenticationError(f"no known API key; send one as {HEADERS}")
             is_admin = self._on_loopback and not self._admins
             if path == METRICS:
                 return Caller(DEFAULT_TENANT, is_admin)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import BaseModel, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from pagemill.errors import InvalidRequestError
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name
 from pagemill.server.protocol.tools import check_size
+from pagemill.text.tokenizer import check_unicode
 
 LEFT_IN = frozenset({"cache_control", "citations"})
 """What clients put into blocks and what means nothing here: equal beginnings are found without being marked."""
 
+NEUTRAL = {"caller": {"type": "direct"}}
+"""Values of fields that this server does not serve which ask for nothing."""
+
 BETWEEN_TEXTS = "\n"
 """Stands between two texts of one turn."""
 
-SERVED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+SERVED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
 """The types of blocks that turns of each role may have."""
 
 
@@ -30,8 +35,9 @@ class _Block(Body):
     def _screen(cls, block: Any) -> Any:
         if not isinstance(block, dict):
             return block
-        kept = {name: value for name, value in block.items() if value not in (None, []) and name not in LEFT_IN}
-        unknown = next((name for name in kept if name not in cls.model_fields), None)
+        fields = cls.model_fields
+        kept = {name: value for name, value in block.items() if _is_given(name, value, fields)}
+        unknown = next((name for name in kept if name not in fields), None)
         if unknown is not None:
             raise InvalidRequestError(
                 f"this server does not serve {unknown!r:.128} in a block of type {block.get('type')!r:.128}; leave it "
@@ -39,6 +45,13 @@ class _Block(Body):
                 param="messages",
             )
         return kept
+
+
+def _is_given(name: str, value: Any, fields: Mapping[str, FieldInfo]) -> bool:
+    """Returns whether a field asks for something, or must be there."""
+    if name in fields and fields[name].is_required():
+        return True
+    return value not in (None, []) and name not in LEFT_IN and value != NEUTRAL.get(name)
 
 
 class TextIn(_Block):
@@ -66,8 +79,15 @@ class ToolUseIn(_Block):
     @classmethod
     def _check_input(cls, block: Any) -> Any:
         if isinstance(block, dict):
-            check_size("messages", block.get("input"))
+            check_size("input of a tool_use", block.get("input"))
         return block
+
+    @property
+    def arguments(self) -> str:
+        """The input as JSON. Raises `InvalidRequestError` for what is no Unicode."""
+        text = json.dumps(self.input, ensure_ascii=False)
+        check_unicode(text, "messages")
+        return text
 
 
 class ToolResultIn(_Block):
@@ -97,15 +117,18 @@ BlockIn = TextIn | ThinkingIn | ToolUseIn | ToolResultIn
 class Turn(Body):
     """One turn of a conversation, or a part of one: turns of one role that follow each other are one."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Annotated[BlockIn, Field(discriminator="type")]], FIRST_ERROR]
 
     @model_validator(mode="before")
     @classmethod
     def _check_types(cls, turn: Any) -> Any:
-        if isinstance(turn, dict) and (types := SERVED.get(turn.get("role", ""))) is not None:
-            check_types(turn.get("content"), types, f"a turn of role {turn['role']!r}")
-        if isinstance(turn, dict) and turn.get("content") == []:
+        if not isinstance(turn, dict):
+            return turn
+        role, content = turn.get("role"), turn.get("content")
+        if isinstance(role, str) and role in SERVED:
+            check_types(content, SERVED[role], f"a turn of role {role!r}")
+        if content == []:
             raise InvalidRequestError("a turn has no blocks; give it one, or leave it out", param="messages")
         return turn
 
@@ -135,7 +158,10 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """Returns turns as messages of chat. What tools have brought is a message each, in its place."""
     messages: list[dict[str, Any]] = []
     for role, blocks in _merged(turns):
-        messages += _of_user(blocks) if role == "user" else [_of_assistant(blocks)]
+        if role == "assistant":
+            messages.append(_of_assistant(blocks))
+        else:
+            messages += _of_others(role, blocks)
     return messages
 
 
@@ -148,29 +174,25 @@ def _merged(turns: Sequence[Turn]) -> Iterator[tuple[str, list[BlockIn]]]:
             blocks = []
 
 
-def _of_user(blocks: Sequence[BlockIn]) -> Iterator[dict[str, Any]]:
+def _of_others(role: str, blocks: Sequence[BlockIn]) -> Iterator[dict[str, Any]]:
     texts: list[TextIn] = []
     for block in blocks:
         if isinstance(block, TextIn):
             texts.append(block)
         elif isinstance(block, ToolResultIn):
             if texts:
-                yield {"role": "user", "content": joined(texts)}
+                yield {"role": role, "content": joined(texts)}
                 texts = []
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
     if texts:
-        yield {"role": "user", "content": joined(texts)}
+        yield {"role": role, "content": joined(texts)}
 
 
 def _of_assistant(blocks: Sequence[BlockIn]) -> dict[str, Any]:
     texts = [block for block in blocks if isinstance(block, TextIn)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingIn)]
     calls = [
-        {
-            "id": block.id,
-            "type": "function",
-            "function": {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()},
-        }
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.arguments}}
         for block in blocks
         if isinstance(block, ToolUseIn)
     ]

@@ -16,7 +16,7 @@ from pagemill.server.protocol.message_blocks import BETWEEN_TEXTS, BlockOut, Tex
 from pagemill.server.protocol.refusals import refusal_of
 from pagemill.server.protocol.tools import FunctionName, check_for_template
 
-WITHOUT_EFFECT = frozenset({"metadata", "cache_control", "user_profile_id", "workspace_id"})
+WITHOUT_EFFECT = frozenset({"metadata", "cache_control", "diagnostics", "user_profile_id", "workspace_id"})
 """Accepted and dropped: they identify callers, or ask for what this server does anyway."""
 
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -25,7 +25,7 @@ differs from request to request, so that no two prompts would begin alike."""
 
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": (),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "inference_geo": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
@@ -42,9 +42,8 @@ OF_CHAT = {
 
 TOOL_WITHOUT_EFFECT = frozenset({"cache_control", "eager_input_streaming"})
 """Fields of a tool that are accepted and dropped: equal beginnings are found unmarked, and arguments always stream."""
-
-EFFORTS = {"max": "xhigh"}
-"""Efforts of this API that chat calls otherwise."""
+TOOL_NEUTRAL = {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []}
+"""Values of a tool's fields that ask for nothing; others are refused."""
 
 if TYPE_CHECKING:
     Parameters = Body
@@ -73,7 +72,8 @@ class CustomTool(Body):
                 f"or leave it out",
                 param="tools",
             )
-        return {name: value for name, value in tool.items() if value is not None and name not in TOOL_WITHOUT_EFFECT}
+        dropped = TOOL_WITHOUT_EFFECT | {name for name, value in TOOL_NEUTRAL.items() if tool.get(name) == value}
+        return {name: value for name, value in tool.items() if value is not None and name not in dropped}
 
     def for_chat(self) -> dict[str, Any]:
         """Returns the same as a tool of chat."""
@@ -131,6 +131,8 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
+    """effort: how much the model reasons, where its chat template reads that and thinking is not disabled."""
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -145,6 +147,12 @@ class ChatOfMessages(ChatCompletionRequest):
         return self.asked_to_think
 
     def in_own_words(self, error: PagemillError) -> PagemillError:
+        if error.param == "continue_final_message":
+            return InvalidRequestError(
+                "the last turn is the assistant's, to be gone on with, but this model's chat template leaves its end "
+                "out; end with a turn of role 'user'",
+                param="messages",
+            )
         return _renamed(super().in_own_words(error))
 
 
@@ -204,14 +212,7 @@ class Conversation(Body):
         if self.tool_choice is not None:
             self.tool_choice.check(self.tools)
         choice, thinking, output = self.tool_choice, self.thinking, self.output_config or OutputConfig()
-        effort = EFFORTS.get(output.effort or "", output.effort)
-        if thinking is not None and thinking.type == "disabled":
-            if effort is not None:
-                raise InvalidRequestError(
-                    f"output_config.effort is {effort!r}, but thinking is disabled; leave one of them out",
-                    param="output_config.effort",
-                )
-            effort = "none"
+        disabled = thinking is not None and thinking.type == "disabled"
         return {
             "model": self.model,
             "messages": [*self._instructions(), *messages],
@@ -220,8 +221,8 @@ class Conversation(Body):
             "tools": None if self.tools is None else [tool.for_chat() for tool in self.tools],
             "tool_choice": None if choice is None else choice.for_chat,
             "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
-            "reasoning_effort": effort,
-            "asked_to_think": thinking is not None and thinking.type != "disabled",
+            "reasoning_effort": "none" if disabled else output.effort,
+            "asked_to_think": thinking is not None and not disabled,
             "include_reasoning": thinking is None or thinking.display != "omitted",
             "response_format": None if output.format is None else output.format.for_chat(),
             "cache_salt": self.cache_salt,
@@ -251,7 +252,7 @@ def _renamed(error: PagemillError) -> PagemillError:
     """Returns an error of chat's with the names that fields have here."""
     own = OF_CHAT.get(error.param or "")
     if own is not None:
-        error.message = error.message.replace(str(error.param), own)
+        error.message = error.message.replace(str(error.param), own, 1)
         error.param = own
     return error
 

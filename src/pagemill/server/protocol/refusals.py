@@ -47,6 +47,9 @@ def refusal_of(findings: Sequence[Any], body: Any, kind: Any, whole: str = "the 
         return InvalidRequestError("the body must be a JSON object, sent with Content-Type: application/json")
     place, alike = _furthest(findings, body)
     finding = alike[0]
+    typed = finding.get("ctx", {}).get("error")
+    if isinstance(typed, PagemillError):
+        return typed
     if finding["type"] == "missing" and (written := _unknown_beside(finding, findings)):
         place, finding = (*place[:-1], written["loc"][-1]), written
     param = str(place[0]) if place else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pagemill.errors import InvalidRequestError
+from pagemill.errors import InvalidRequestError, shown
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestOutput
 from pagemill.frontend.request_stream import RequestStream
@@ -198,6 +198,13 @@ def options_for(answers: AnswerFormats, request: ChatCompletionRequest) -> dict[
     own = request.chat_template_kwargs or {}
     answers.check_options(own)
     asked = answers.options(request.reasoning_effort, request.thinks)
+    for name in asked:
+        if own.get(name, asked[name]) != asked[name]:
+            raise InvalidRequestError(
+                f"chat_template_kwargs has {name} {shown(own[name])}, but the request asks for {shown(asked[name])}; "
+                f"leave one of them out",
+                param="chat_template_kwargs",
+            )
     return {**request.template_options(), "chat_template_kwargs": {**own, **asked}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ class MessageOutput:
         """streaming: makes events, which `take_events` must be called for."""
         self._streaming = streaming
         self.blocks: list[BlockOut] = []
+        self.has_broken_call = False
+        """Whether a call's arguments are no JSON, because it was cut or went wrong."""
         self._open = False
         """Whether the last block still grows."""
         self._arguments: list[str] = []
@@ -31,11 +34,13 @@ class MessageOutput:
 
     def add(self, part: AnswerPart) -> None:
         """Takes what is new of the answer."""
+        for call in part.continued:
+            self._add_call(call)
         if part.reasoning:
             self._add_reasoning(part.reasoning)
         if part.content:
             self._add_text(part.content)
-        for call in part.calls:
+        for call in part.begun:
             self._add_call(call)
 
     def close(self) -> None:
@@ -45,7 +50,8 @@ class MessageOutput:
         self._open = False
         block = self.blocks[-1]
         if isinstance(block, ToolUseOut):
-            block.input = _object_of("".join(self._arguments))
+            block.input, whole = _object_of("".join(self._arguments))
+            self.has_broken_call = self.has_broken_call or not whole
             self._arguments.clear()
         self.tell("content_block_stop", index=len(self.blocks) - 1)
 
@@ -79,7 +85,7 @@ class MessageOutput:
     def _add_call(self, part: CallPart) -> None:
         if part.id is not None:
             self._begin(ToolUseOut(id=part.id, name=part.name or ""))
-        if part.arguments and self._open:
+        if part.arguments and isinstance(self.blocks[-1], ToolUseOut):
             self._arguments.append(part.arguments)
             self._tell_delta("input_json_delta", partial_json=part.arguments)
 
@@ -93,7 +99,11 @@ class MessageOutput:
         self.tell("content_block_delta", index=len(self.blocks) - 1, delta={"type": kind, **fields})
 
 
-def _object_of(arguments: str) -> dict[str, Any]:
-    """Returns a call's arguments; of those that were cut, what is whole."""
-    value = from_json(arguments or "{}", allow_partial=True)
-    return value if isinstance(value, dict) else {}
+def _object_of(arguments: str) -> tuple[dict[str, Any], bool]:
+    """Returns a call's arguments, and whether they are whole. Of those that are not, returns what is."""
+    for partial in (False, True):
+        with suppress(ValueError):
+            value = from_json(arguments, allow_partial=partial)
+            if isinstance(value, dict):
+                return value, not partial
+    return {}, False

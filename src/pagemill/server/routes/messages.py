@@ -15,6 +15,7 @@ from pagemill.frontend.outputs import CompletionOutput
 from pagemill.lora_request import LoRARequest
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.bodies.reader import BodyRoute
+from pagemill.server.protocol.anthropic_errors import AnthropicErrorResponse
 from pagemill.server.protocol.errors import anthropic_error_response
 from pagemill.server.protocol.events import until_disconnect
 from pagemill.server.protocol.messages import (
@@ -56,8 +57,8 @@ class MessagesCall(ChatCall):
         assert isinstance(params, SamplingParams)
         (prompt,) = await self._prompts()
         assert isinstance(prompt, Mapping)
-        self._asked_tokens, longest = params.max_tokens or 0, (await self._llm.ready()).max_model_len
-        if len(prompt["prompt_token_ids"]) + self._asked_tokens > longest:
+        facts, self._asked_tokens = await self._llm.ready(), params.max_tokens or 0
+        if len(prompt["prompt_token_ids"]) + self._asked_tokens > min(facts.max_model_len, facts.longest_sequence):
             params.max_tokens = None
         how: dict[str, Any] = {"priority": self.request.priority, "lora_request": self._lora_request}
         self._streams.append(await self._llm.submit(prompt, params, self._id, tenant=self._tenant, **how))
@@ -114,7 +115,7 @@ class MessagesCall(ChatCall):
     def _why_it_ended(self, output: CompletionOutput, reader: AnswerReader) -> dict[str, Any]:
         """Returns why the answer ended, in the fields of a message. output: its end."""
         reason, sequence = STOP_REASONS[output.finish_reason], None
-        if reason == "end_turn" and reader.num_calls:
+        if reason == "end_turn" and reader.num_calls and not self._output.has_broken_call:
             reason = "tool_use"
         elif reason == "end_turn" and isinstance(output.stop_reason, str):
             reason, sequence = "stop_sequence", output.stop_reason
@@ -125,7 +126,8 @@ class MessagesCall(ChatCall):
 
 def message_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
     """Returns the routes."""
-    routes = APIRouter(prefix="/v1/messages", route_class=BodyRoute)
+    errors: dict[int | str, dict[str, Any]] = {kind: {"model": AnthropicErrorResponse} for kind in ("4XX", "5XX")}
+    routes = APIRouter(prefix="/v1/messages", route_class=BodyRoute, responses=errors)
 
     @routes.post("", response_model=Message)
     async def create(body: MessagesRequest, request: Request) -> Response:

@@ -40,11 +40,13 @@ class ResponseOutput:
 
     def add(self, part: AnswerPart, logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Takes what is new of the answer. logprobs: of the tokens that wrote its content."""
+        for call in part.continued:
+            self._add_call(call)
         if part.reasoning:
             self._add_reasoning(part.reasoning)
         if part.content:
             self._add_text(part.content, logprobs)
-        for call in part.calls:
+        for call in part.begun:
             self._add_call(call)
 
     def close(self, status: Status = "completed") -> None:

@@ -52,6 +52,22 @@ class Feed:
             self._take(match.end())
         return "".join(parts)
 
+    def word(self, characters: re.Pattern[str], kind: re.Pattern[str], most: int) -> Waiting[bool]:
+        """Takes what `run` does if it is of a kind, all at once, and nothing otherwise.
+
+        kind: matches all of it. most: characters of it at most.
+        """
+        while True:
+            match = characters.match(self._text, self._at)
+            end = match.end() if match else self._at
+            if end < len(self._text) or self._ended or end - self._at > most:
+                break
+            yield
+        if end - self._at > most or not kind.fullmatch(self._text, self._at, end):
+            return False
+        self._take(end)
+        return True
+
     def space(self) -> Waiting[str]:
         """Takes white space."""
         return (yield from self.run(_SPACE))

@@ -11,6 +11,9 @@ from pagemill.text.answer.feed import Feed, Waiting
 MAX_DEPTH = 64
 """Lists and objects inside each other, in the arguments of a call."""
 
+LONGEST_SCALAR = 1024
+"""Characters of a number."""
+
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPED = re.compile(r'["\\/bfnrtu]')
 _HEX = re.compile(r"[0-9a-fA-F]")
@@ -32,7 +35,7 @@ def read_value(feed: Feed, depth: int = 0) -> Waiting[None]:
         yield from _read_object(feed, depth)
     elif first == "[":
         yield from _read_list(feed, depth)
-    elif not _SCALAR.fullmatch((yield from feed.run(_WORD))):
+    elif not (yield from feed.word(_WORD, _SCALAR, LONGEST_SCALAR)):
         raise NotACallError
 
 

@@ -30,11 +30,24 @@ class CallPart:
 
 @dataclass(slots=True)
 class AnswerPart:
-    """What is new of an answer, or all of it."""
+    """What is new of an answer, or all of it: first of a call that had begun, then reasoning, content and other calls.
+
+    Content between two calls stands before both.
+    """
 
     content: str = ""
     reasoning: str = ""
     calls: list[CallPart] = field(default_factory=list)
+
+    @property
+    def continued(self) -> list[CallPart]:
+        """What is new of the call that had begun; empty or one entry."""
+        return self.calls[:1] if self.calls and self.calls[0].id is None else []
+
+    @property
+    def begun(self) -> list[CallPart]:
+        """The calls that begin."""
+        return self.calls[len(self.continued) :]
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
