@@ -9,8 +9,8 @@
 // values q, and for each of its two halves of 32 k a slope and an offset per output. The weight is (slope * q + offset)
 // >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded to 8 bits. quantized_direct.h
 // multiplies few rows without writing them down as 8-bit lines. Four panels lie together, a group's steps of each after
-// the other: so a task reads one stream. Where x86 multiplies bytes, which takes one side without sign, weights are
-// held 128 higher, and so is what they expand to.
+// the other, or 8-bit lines of each after the other (kAlternate): so a task reads one stream. Where x86 multiplies
+// bytes, which takes one side without sign, weights are held 128 higher, and so is what they expand to.
 #pragma once
 
 #include "../memory.h"
@@ -98,13 +98,28 @@ INLINE int64_t step_bytes(const PackedLinear& weight) {
     return weight.format == Format::int4 ? int64_t(sizeof(PackedStep)) : kStepLines;
 }
 
-// Where a panel's step lies, in steps.
+// A panel's place among those that lie together.
+struct Place {
+    int64_t first, count;
+
+    Place(const PackedLinear& weight, int64_t panel)
+        : first(panel / kPanelsTogether * kPanelsTogether),
+          count(lesser<int64_t>(kPanelsTogether, (weight.n + kPanel - 1) / kPanel - first)) {}
+};
+
+// Where a panel's step lies, in steps, unless lines alternate.
 INLINE int64_t place_of(const PackedLinear& weight, int64_t panel, int64_t step) {
-    const int64_t steps = steps_of(weight.k), first = panel / kPanelsTogether * kPanelsTogether,
-                  before = step - step % kGroupSteps;
-    const int64_t count = lesser<int64_t>(kPanelsTogether, (weight.n + kPanel - 1) / kPanel - first);
-    return first * steps + before * count + (panel - first) * lesser<int64_t>(steps - before, kGroupSteps) + step -
-           before;
+    const Place place(weight, panel);
+    const int64_t steps = steps_of(weight.k), before = step - step % kGroupSteps;
+    return place.first * steps + before * place.count +
+           (panel - place.first) * lesser<int64_t>(steps - before, kGroupSteps) + step - before;
+}
+
+// Where a panel's line of 8-bit weights lies, in lines.
+INLINE int64_t line_of(const PackedLinear& weight, int64_t panel, int64_t line) {
+    if (!kAlternate) return place_of(weight, panel, line / kLinesInStep) * kLinesInStep + line % kLinesInStep;
+    const Place place(weight, panel);
+    return place.first * steps_of(weight.k) * kLinesInStep + line * place.count + panel - place.first;
 }
 
 INLINE const bf16* scales_of(const PackedLinear& weight, int64_t panel) {
@@ -161,24 +176,39 @@ struct QuantizedRun {
         float* c = (float*)scratch;
         int8_t* expanded = (int8_t*)(c + sums);
         const auto of_tile = [&](int64_t t) { return c + (t - tile_begin) * kRowsInTile * width; };
-        const char* from = (const char*)weight.panels + place_of(weight, panel, 0) * step_bytes(weight);
+        const char* from = (const char*)weight.panels + panel * steps * step_bytes(weight);
+        const int64_t begin = tiles.begin(tile_begin),
+                      rows = tiles.begin(tile_end) - begin + (packed ? kExpandRows : 0);
+        const bool foreseen = Products::kForeseen && !packed && tile_end - tile_begin == 1;
         for (int64_t step = 0; step < steps; step += kGroupSteps) {
             const int64_t here = lesser<int64_t>(kGroupSteps, steps - step), g = step / kGroupSteps;
-            Piece piece{(const int8_t*)from, scales_of(weight, panel) + g * kPanel, groups * kPanel, here};
-            const int64_t bytes = count * here * step_bytes(weight), begin = tiles.begin(tile_begin);
-            const int64_t expand_rows = packed ? kExpandRows : 0, rows = expand_rows + tiles.begin(tile_end) - begin;
+            Piece piece{(const int8_t*)from,
+                        here * kStepLines,
+                        kLine,
+                        scales_of(weight, panel) + g * kPanel,
+                        groups * kPanel,
+                        here};
+            // While this piece is expanded and multiplied with rows, the next one is fetched: for each row as much.
+            const int64_t bytes = count * here * step_bytes(weight), turns = count * here * kLinesInStep,
+                          each = (bytes + rows - 1) / rows;
             const char* next = from + bytes;
             if (packed) {
                 expand_steps((const PackedStep*)from, count * here, expanded,
-                             NextPiece::evenly(next, bytes * expand_rows / rows, count * here * kTurnsInStep));
+                             NextPiece::evenly(next, each * kExpandRows, count * here * kTurnsInStep));
                 __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
                 piece.lines = expanded;
+                next += each * kExpandRows;
+            } else if (kAlternate) {
+                piece.stride = kLine;
+                piece.line_stride = count * kLine;
             }
-            from = next;
-            for (int64_t t = tile_begin; t < tile_end; ++t) {
-                const auto fetch = NextPiece::evenly(next + bytes * (expand_rows + tiles.begin(t) - begin) / rows,
-                                                     bytes * tiles.height(t) / rows, count * here * kStepK / 4);
-                products(&x.at(t, g), tiles.height(t), piece, count, of_tile(t), step > 0, fetch);
+            from += bytes;
+            for (int64_t t = tile_begin, row = begin, end; t < tile_end; ++t, row = end) {
+                end = tiles.begin(t + 1);
+                const int height = int(end - row);
+                const auto fetch = NextPiece::evenly(next, foreseen ? 0 : each * height, turns);
+                products(&x.at(t, g), height, piece, count, of_tile(t), step > 0, fetch);
+                next += each * height;
                 if (step + here == steps && t > tile_begin) write(of_tile(t - 1), panel, count, t - 1);
             }
         }
@@ -226,16 +256,15 @@ void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, 
     run_panels(run, m, tiles.blocks);
 }
 
-// Of an 8-bit step.
-INLINE int place_in_step(int lane, int k) { return k / 4 * 64 + lane * 4 + k % 4; }
-
 // The weight at (i, j), in units of its group's scale.
 INLINE int whole_weight(const PackedLinear& packed, int64_t i, int64_t j) {
-    const int64_t s = place_of(packed, i / kPanel, j / kStepK);
-    const int lane = int(i % kPanel), in_step = int(j % kStepK);
+    const int64_t panel = i / kPanel;
+    const int lane = int(i % kPanel);
     if (packed.format == Format::int8)
-        return int8_t(((const uint8_t*)packed.panels)[s * kStepLines + place_in_step(lane, in_step)] ^ kRaised);
-    return int8_t(((const PackedStep*)packed.panels)[s].weight(lane, in_step) ^ kRaised);
+        return int8_t(((const uint8_t*)packed.panels)[line_of(packed, panel, j / 4) * kLine + lane * 4 + j % 4] ^
+                      kRaised);
+    const auto& step = ((const PackedStep*)packed.panels)[place_of(packed, panel, j / kStepK)];
+    return int8_t(step.weight(lane, int(j % kStepK)) ^ kRaised);
 }
 
 PackedBytes quantized_bytes(const PackedLinear& packed) {
@@ -248,16 +277,18 @@ PackedBytes quantized_bytes(const PackedLinear& packed) {
 // A panel's 8-bit lines, 4 neighbouring k of an output at a time. Where they have no values they are 0.
 void pack_lines(const PackedLinear& packed, const QuantizedSource& from, int64_t panel) {
     constexpr uint32_t kAllRaised = 0x01010101u * uint8_t(kRaised);
-    const int64_t k = packed.k, filled = lesser<int64_t>(kPanel, packed.n - panel * kPanel);
+    const int64_t k = packed.k, filled = lesser<int64_t>(kPanel, packed.n - panel * kPanel),
+                  stride = kAlternate ? Place(packed, panel).count * kLine : kLine;
     for (int64_t step = 0; step < steps_of(k); ++step) {
-        char* const lines = (char*)packed.panels + place_of(packed, panel, step) * kStepLines;
+        char* const lines = (char*)packed.panels + line_of(packed, panel, step * kLinesInStep) * kLine;
         const int64_t length = lesser<int64_t>(kStepK, k - step * kStepK);
-        if (filled < kPanel || length < kStepK) std::memset(lines, 0, kStepLines);
+        if (filled < kPanel || length < kStepK)
+            for (int64_t line = 0; line < kLinesInStep; ++line) std::memset(lines + line * stride, 0, kLine);
         for (int64_t lane = 0; lane < filled; ++lane) {
             const char* values = (const char*)from.values + (panel * kPanel + lane) * k + step * kStepK;
             char* to = lines + lane * 4;
             int64_t j = 0;
-            for (; j + 4 <= length; j += 4, to += 64) store_as(to, load_as<uint32_t>(values + j) ^ kAllRaised);
+            for (; j + 4 <= length; j += 4, to += stride) store_as(to, load_as<uint32_t>(values + j) ^ kAllRaised);
             for (int64_t i = 0; j + i < length; ++i) to[i] = char(values[j + i] ^ kRaised);
         }
     }

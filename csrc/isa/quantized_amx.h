@@ -43,6 +43,8 @@ struct alignas(64) TileGroup {
 // many rows are written.
 class Products {
   public:
+    static constexpr bool kForeseen = false;
+
     explicit Products(int highest) : height((highest + 1) / 2 * 2) {
         const TileConfig config(2 * height);
         _tile_loadconfig(&config);
@@ -107,7 +109,7 @@ class Products {
             for (int r = s * H / kGroupSteps; r < (s + 1) * H / kGroupSteps; ++r)
                 before.add_row(ready[p], p, r, scale[p]);
         };
-        const int8_t* lines = piece.lines + panel * piece.panel_bytes();
+        const int8_t* lines = piece.lines + panel * piece.stride;
         _tile_zero(0);
         if constexpr (P > 1) {
             _tile_zero(1);
@@ -117,26 +119,26 @@ class Products {
 #pragma GCC unroll 3
         for (int s = 0; s < kGroupSteps; ++s) {
             const bool is_there = s < piece.steps;
-            const int8_t* of_panel = lines + s * kStepLines;
+            const int8_t* of_panel = lines + s * kStepK / 4 * piece.line_stride;
             if (is_there) {
                 _tile_loadd(4, x->step[s], kStepK);
-                _tile_loadd(6, of_panel, 64);
+                _tile_loadd(6, of_panel, piece.line_stride);
                 _tile_dpbsud(0, 4, 6);
             }
             between(s, 0);
             if constexpr (P > 1) {
                 if (is_there) {
-                    _tile_loadd(7, of_panel += piece.panel_bytes(), 64);
+                    _tile_loadd(7, of_panel += piece.stride, piece.line_stride);
                     _tile_dpbsud(1, 4, 7);
                 }
                 between(s, 1);
                 if (is_there) {
-                    _tile_loadd(6, of_panel += piece.panel_bytes(), 64);
+                    _tile_loadd(6, of_panel += piece.stride, piece.line_stride);
                     _tile_dpbsud(2, 4, 6);
                 }
                 between(s, 2);
                 if (is_there) {
-                    _tile_loadd(7, of_panel += piece.panel_bytes(), 64);
+                    _tile_loadd(7, of_panel += piece.stride, piece.line_stride);
                     _tile_dpbsud(3, 4, 7);
                 }
                 between(s, 3);

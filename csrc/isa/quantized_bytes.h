@@ -70,16 +70,20 @@ struct alignas(64) TileGroup {
     }
 };
 
-// sum [H] += lower bytes of rows from `first` on times P panels, which lie `stride` apart. Fetches: lines at every
-// quad.
-template <int H, int P, int Fetches> INLINE void add_low(const TileGroup& x, int first, const int8_t* lines,
-                                                         int64_t stride, int64_t quads, Dwords (*sum)[P * kVectors],
-                                                         NextPiece& fetch) {
+// sum [H] += lower bytes of rows from `first` on times P panels. Fetches: lines at every quad. Alternate: whether a
+// line of each panel follows the other.
+template <int H, int P, int Fetches, bool Alternate>
+INLINE void add_low(const TileGroup& x, int first, const int8_t* lines, const Piece& piece, Dwords (*sum)[P * kVectors],
+                    NextPiece& fetch) {
     constexpr int V = P * kVectors;
+    const int64_t stride = Alternate ? kLine : piece.stride, quads = piece.steps * kStepK / 4,
+                  line_stride = P == 1      ? piece.line_stride
+                                : Alternate ? P * kLine
+                                            : kLine;
     for (int64_t quad = 0; quad < quads; ++quad) {
         Dwords weight[V];
         for (int v = 0; v < V; ++v)
-            weight[v] = load_as<Dwords>(lines + v / kVectors * stride + quad * 64 + v % kVectors * 4 * W);
+            weight[v] = load_as<Dwords>(lines + quad * line_stride + v / kVectors * stride + v % kVectors * 4 * W);
         for (int i = 0; i < Fetches; ++i) fetch_line(fetch.at + i * 64);
         fetch.at += P * fetch.stride;
         for (int r = 0; r < H; ++r) {
@@ -118,21 +122,20 @@ INLINE void add_low_of_pairs(const TileGroup& x, const int8_t* lines, int64_t qu
 }
 #endif
 
-// c [H][width] (+)= a tile of rows times a group of P panels. Fetches: as of add_low.
-template <int H, int P, int Fetches>
+// c [H][width] (+)= a tile of rows times a group of P panels. Fetches, Alternate: as of add_low.
+template <int H, int P, int Fetches, bool Alternate>
 void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add,
                    NextPiece& fetch) {
     constexpr int V = P * kVectors;
-    const int64_t stride = piece.panel_bytes(), quads = piece.steps * kStepK / 4;
-    const int8_t* lines = piece.lines + panel * stride;
+    const int8_t* lines = piece.lines + panel * piece.stride;
     Dwords sum[H][V];
     for (int r = 0; r < H; ++r)
         for (int v = 0; v < V; ++v) sum[r][v] = Dwords{} + x.correction[r];
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    if constexpr (H > 1) add_low_of_pairs<H / 2>(x, lines, quads, sum, fetch);
-    if constexpr (H % 2) add_low<1, P, Fetches>(x, H - 1, lines, stride, quads, sum + H - 1, fetch);
+    if constexpr (H > 1) add_low_of_pairs<H / 2>(x, lines, piece.steps * kStepK / 4, sum, fetch);
+    if constexpr (H % 2) add_low<1, P, Fetches, Alternate>(x, H - 1, lines, piece, sum + H - 1, fetch);
 #else
-    add_low<H, P, Fetches>(x, 0, lines, stride, quads, sum, fetch);
+    add_low<H, P, Fetches, Alternate>(x, 0, lines, piece, sum, fetch);
 #endif
     const int32_t* high = x.high;
     F scale[V];
@@ -143,11 +146,12 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
         if (x.has_high[r]) {
             Dwords upper[V] = {};
             for (uint64_t left = x.has_high[r]; left; left &= left - 1) {
-                const int8_t* line = lines + __builtin_ctzll(left) * 64;
+                const int8_t* line = lines + __builtin_ctzll(left) * piece.line_stride;
                 const int32_t four = *high++;
-                for (int v = 0; v < V; ++v)
-                    upper[v] =
-                        add_fours(upper[v], load_as<Dwords>(line + v / kVectors * stride + v % kVectors * 4 * W), four);
+                for (int v = 0; v < V; ++v) {
+                    const int8_t* at = line + v / kVectors * piece.stride + v % kVectors * 4 * W;
+                    upper[v] = add_fours(upper[v], load_as<Dwords>(at), four);
+                }
             }
             for (int v = 0; v < V; ++v) sum[r][v] += upper[v] << 8;
         }
@@ -160,6 +164,9 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
 
 // The products of a tile of rows with a piece of `count` panels; c [height][count * kPanel] takes them, or adds them.
 struct Products {
+    // A tile by itself reads alternating lines as they lie, which the processor foresees.
+    static constexpr bool kForeseen = kAlternate;
+
     explicit Products(int) {}
     void finish() const {}
 
@@ -170,11 +177,19 @@ struct Products {
             constexpr int P = kPanelsAtOnce;
             if (P == 1 || count < P)
                 for (int64_t i = 0; i < count; ++i)
-                    group_product<H, 1, 1>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
-            else if (P * fetch.stride <= 64) group_product<H, P, 1>(*x, piece, 0, c, P * kPanel, add, fetch);
-            else if (P * fetch.stride <= 128) group_product<H, P, 2>(*x, piece, 0, c, P * kPanel, add, fetch);
-            else group_product<H, P, P>(*x, piece, 0, c, P * kPanel, add, fetch);
+                    group_product<H, 1, 1, false>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
+            else if (piece.stride != kLine) together<H, P, false>(x, piece, c, add, fetch);
+            else if (fetch.stride) together<H, P, true>(x, piece, c, add, fetch);
+            else group_product<H, P, 0, true>(*x, piece, 0, c, P * kPanel, add, fetch);
         });
+    }
+
+  private:
+    template <int H, int P, bool Alternate>
+    void together(const TileGroup* x, const Piece& piece, float* c, bool add, NextPiece& fetch) const {
+        if (P * fetch.stride <= 64) group_product<H, P, 1, Alternate>(*x, piece, 0, c, P * kPanel, add, fetch);
+        else if (P * fetch.stride <= 128) group_product<H, P, 2, Alternate>(*x, piece, 0, c, P * kPanel, add, fetch);
+        else group_product<H, P, P, Alternate>(*x, piece, 0, c, P * kPanel, add, fetch);
     }
 };
 

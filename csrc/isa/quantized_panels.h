@@ -8,8 +8,16 @@ namespace pagemill { namespace {
 
 constexpr int kPanel = 16;
 constexpr int kStepK = 64;
-constexpr int64_t kStepLines = kPanel * kStepK;  // bytes of an 8-bit step
-constexpr int kPanelsTogether = 4;  // panels
+constexpr int kLine = 64;  // bytes: 4 neighbouring k of each of a panel's outputs
+constexpr int64_t kLinesInStep = kStepK / 4;
+constexpr int64_t kStepLines = kLinesInStep * kLine;  // bytes of an 8-bit step
+constexpr int kPanelsTogether = 4;
+// Whether 8-bit lines of panels that lie together alternate: where a product takes all of them at once.
+#if defined(PRODUCTS_OF_BYTES) && defined(__x86_64__)
+constexpr bool kAlternate = true;
+#else
+constexpr bool kAlternate = false;
+#endif
 constexpr int kHalfK = 32;
 constexpr int kGroupSteps = 3;
 constexpr int kGroupK = kGroupSteps * kStepK;
@@ -39,14 +47,14 @@ struct NextPiece {
     }
 };
 
-// A piece of neighbouring panels, in steps of 8 bits; the panels' scales lie scale_stride elements apart.
+// A piece of neighbouring panels, in steps of 8 bits. Strides lead from a panel to the next, in bytes and, for scales,
+// in elements; and from a line of a panel to its next.
 struct Piece {
     const int8_t* lines;
+    int64_t stride, line_stride;
     const bf16* scales;  // the first group's
     int64_t scale_stride;
     int64_t steps;
-
-    int64_t panel_bytes() const { return steps * kStepLines; }
 };
 
 }}  // namespace pagemill

@@ -54,11 +54,11 @@ template <int H>
 void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add,
                    NextPiece& fetch) {
     constexpr int kVectors = kPanel / W;
-    const int8_t* line = piece.lines + panel * piece.panel_bytes();
+    const int8_t* line = piece.lines + panel * piece.stride;
     Dwords sum[H][kVectors];
     for (int r = 0; r < H; ++r)
         for (int v = 0; v < kVectors; ++v) sum[r][v] = Dwords{};
-    for (int64_t k = 0; k < piece.steps * kStepK; k += 4, line += 64) {
+    for (int64_t k = 0; k < piece.steps * kStepK; k += 4, line += piece.line_stride) {
         fetch.turn();
         for (int v = 0; v < kVectors; ++v) {
             const SignedWords both = load_as<SignedWords>(line + v * W * 4), even = both << 8 >> 8, odd = both >> 8;
@@ -79,6 +79,8 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
 
 // The products of a tile of rows with a piece of `count` panels; c [height][count * kPanel] takes them, or adds them.
 struct Products {
+    static constexpr bool kForeseen = false;
+
     explicit Products(int) {}
     void finish() const {}
 
