@@ -37,6 +37,9 @@ namespace {
 // Tiles with products of bf16 and of int8: the CPU has them, the system saves their state, and it lets this process use
 // them, which has to be asked for (once for all threads, present and future).
 bool amx_bf16() {
+#if defined(PAGEMILL_SOFTWARE_TILES)
+    return true;
+#endif
     unsigned a = 0, b = 0, c = 0, d = 0;
     constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25, kBf16 = 1u << 22, kTileState = 3u << 17;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kTile | kInt8 | kBf16)) != (kTile | kInt8 | kBf16))
