@@ -88,6 +88,8 @@ struct LayerCache {
 // Whether keys and values, and weights in integers, come faster when fetched into the second-level cache than into the
 // first.
 extern const bool fetches_to_second_level;
+// Whether the processor reads ahead by itself what lies in one stream, the better the less it is told.
+extern const bool foresees_streams;
 
 // Attention cuts keys into partitions at fixed absolute positions.
 constexpr int kPartition = 256;

@@ -179,7 +179,7 @@ struct QuantizedRun {
         const char* from = (const char*)weight.panels + panel * steps * step_bytes(weight);
         const int64_t begin = tiles.begin(tile_begin),
                       rows = tiles.begin(tile_end) - begin + (packed ? kExpandRows : 0);
-        const bool foreseen = Products::kForeseen && !packed && tile_end - tile_begin == 1;
+        const bool foreseen = Products::kOneStream && foresees_streams && !packed && tile_end - tile_begin == 1;
         for (int64_t step = 0; step < steps; step += kGroupSteps) {
             const int64_t here = lesser<int64_t>(kGroupSteps, steps - step), g = step / kGroupSteps;
             Piece piece{(const int8_t*)from,

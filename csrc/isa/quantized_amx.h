@@ -43,7 +43,7 @@ struct alignas(64) TileGroup {
 // many rows are written.
 class Products {
   public:
-    static constexpr bool kForeseen = false;
+    static constexpr bool kOneStream = false;
 
     explicit Products(int highest) : height((highest + 1) / 2 * 2) {
         const TileConfig config(2 * height);

@@ -76,10 +76,10 @@ template <int H, int P, int Fetches, bool Alternate>
 INLINE void add_low(const TileGroup& x, int first, const int8_t* lines, const Piece& piece, Dwords (*sum)[P * kVectors],
                     NextPiece& fetch) {
     constexpr int V = P * kVectors;
-    const int64_t stride = Alternate ? kLine : piece.stride, quads = piece.steps * kStepK / 4,
-                  line_stride = P == 1      ? piece.line_stride
-                                : Alternate ? P * kLine
-                                            : kLine;
+    const int64_t quads = piece.steps * kStepK / 4;
+    // The piece's strides, as constants where they are known.
+    const int64_t stride = Alternate ? kLine : piece.stride;
+    const int64_t line_stride = P == 1 ? piece.line_stride : (Alternate ? P : 1) * kLine;
     for (int64_t quad = 0; quad < quads; ++quad) {
         Dwords weight[V];
         for (int v = 0; v < V; ++v)
@@ -164,8 +164,7 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
 
 // The products of a tile of rows with a piece of `count` panels; c [height][count * kPanel] takes them, or adds them.
 struct Products {
-    // A tile by itself reads alternating lines as they lie, which the processor foresees.
-    static constexpr bool kForeseen = kAlternate;
+    static constexpr bool kOneStream = kAlternate;  // is what a tile by itself reads of 8-bit weights
 
     explicit Products(int) {}
     void finish() const {}

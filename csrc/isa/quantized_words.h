@@ -79,7 +79,7 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
 
 // The products of a tile of rows with a piece of `count` panels; c [height][count * kPanel] takes them, or adds them.
 struct Products {
-    static constexpr bool kForeseen = false;
+    static constexpr bool kOneStream = false;
 
     explicit Products(int) {}
     void finish() const {}

@@ -65,6 +65,10 @@ inline void store(int tile, void* to, int64_t stride) {
 
 // sum += a times b: in each 32 bits of a's row m and of b's row k, neighbouring elements of T and U.
 template <class Sum, class T, class U, class Product> void multiply(int sum, int a, int b, const Product& product) {
+    const Config& of = state.config;
+    if (of.palette != 1 || of.rows[sum] != of.rows[a] || of.row_bytes[sum] != of.row_bytes[b] ||
+        of.row_bytes[a] > 4 * of.rows[b])
+        __builtin_trap();
     constexpr int kEach = 4 / sizeof(T);
     for (int m = 0; m < state.config.rows[sum]; ++m)
         for (int n = 0; n < state.config.row_bytes[sum] / 4; ++n) {

@@ -132,7 +132,7 @@ def make_tiers(
                 param="kv_host_memory",
             )
         if config.enable_prefix_caching and config.preemption_mode != "recompute":
-            swap_blocks = max(0, capacity)
+            swap_blocks = max(0, limit // record_bytes)
         if capacity > 0 and compressed:
             tiers.append(CompressedStore(limit, facts.kv.itemsize))
         elif capacity > 0:
