@@ -6,11 +6,13 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from pydantic_core import from_json
+from pydantic import TypeAdapter
 
 from pagemill.server.protocol.message_blocks import BlockOut, TextOut, ThinkingOut, ToolUseOut
 from pagemill.server.protocol.messages import Message
 from pagemill.text.answer.reader import AnswerPart, CallPart
+
+OBJECT = TypeAdapter(dict[str, Any])
 
 
 class MessageOutput:
@@ -103,7 +105,5 @@ def _object_of(arguments: str) -> tuple[dict[str, Any], bool]:
     """Returns a call's arguments, and whether they are whole. Of those that are not, returns what is."""
     for partial in (False, True):
         with suppress(ValueError):
-            value = from_json(arguments, allow_partial=partial)
-            if isinstance(value, dict):
-                return value, not partial
+            return OBJECT.validate_json(arguments, experimental_allow_partial=partial), not partial
     return {}, False
