@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 PATHS = "/v1/messages"
-"""Where the paths begin whose errors have this shape."""
+"""Begins the paths whose errors have this shape."""
 
 KINDS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",

@@ -254,7 +254,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def thinks(self) -> bool:
-        """Whether it asks for reasoning without saying how much."""
+        """Returns whether it asks for reasoning without saying how much."""
         return False
 
     @property

@@ -15,7 +15,7 @@ from pagemill.server.protocol.tools import check_size
 from pagemill.text.tokenizer import check_unicode
 
 LEFT_IN = frozenset({"cache_control", "citations"})
-"""What clients put into blocks and what means nothing here: equal beginnings are found without being marked."""
+"""Names fields of blocks that are accepted and dropped: equal beginnings are found without being marked."""
 
 NEUTRAL = {"caller": {"type": "direct"}}
 """Values of fields that this server does not serve which ask for nothing."""
@@ -28,7 +28,7 @@ SERVED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "to
 
 
 class _Block(Body):
-    """What a block is refused for: clients send back fields that are empty, or `LEFT_IN`."""
+    """Refuses fields that a block does not have, unless they are empty, neutral or `LEFT_IN`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,7 +91,7 @@ class ToolUseIn(_Block):
 
 
 class ToolResultIn(_Block):
-    """What a call has come to. is_error: the model is told so in front of it."""
+    """Brings what a call has come to. is_error: the model is told so in front of it."""
 
     type: Literal["tool_result"]
     tool_use_id: Name

@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from pagemill.errors import InvalidRequestError, PagemillError
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Timeout
-from pagemill.server.protocol.chat import ChatCompletionRequest, check_conversation
+from pagemill.server.protocol.chat import check_conversation
+from pagemill.server.protocol.chat_in_other_words import ChatInOtherWords
 from pagemill.server.protocol.generation import parameters_but, screened
 from pagemill.server.protocol.message_blocks import BETWEEN_TEXTS, BlockOut, TextIn, Turn, check_types, messages_of
-from pagemill.server.protocol.refusals import refusal_of
 from pagemill.server.protocol.tools import FunctionName, check_for_template
 
 WITHOUT_EFFECT = frozenset({"metadata", "cache_control", "diagnostics", "user_profile_id", "workspace_id"})
@@ -82,7 +82,7 @@ class CustomTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether tools are called. name: the one that must be, with the type "tool"."""
+    """Says whether tools are called. name: the one that must be, with the type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
@@ -111,8 +111,11 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons first. budget_tokens: accepted, for clients must send it; how long a model reasons is
-    its own affair, within max_tokens. display: "omitted" leaves the reasoning out of the answer."""
+    """Says whether the model reasons first.
+
+    budget_tokens: accepted, for clients must send it; how long a model reasons is its own affair, within max_tokens.
+    display: "omitted" leaves the reasoning out of the answer.
+    """
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -131,14 +134,20 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """effort: how much the model reasons, where its chat template reads that and thinking is not disabled."""
+    """Says what the answer is like.
+
+    effort: how much the model reasons, where its chat template reads that and thinking is not disabled.
+    """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class ChatOfMessages(ChatCompletionRequest):
-    """A request as one of chat, which names fields as `/v1/messages` does."""
+class ChatOfMessages(ChatInOtherWords):
+    """Holds a conversation of `/v1/messages` as a request of chat."""
+
+    OTHER_NAMES = OF_CHAT
+    MOST_RENAMED = 1  # values of `stop` may have that word in them
 
     asked_to_think: bool = False
 
@@ -153,11 +162,11 @@ class ChatOfMessages(ChatCompletionRequest):
                 "out; end with a turn of role 'user'",
                 param="messages",
             )
-        return _renamed(super().in_own_words(error))
+        return super().in_own_words(error)
 
 
 class Conversation(Body):
-    """What the model answers: `POST /v1/messages/count_tokens` takes this alone."""
+    """Holds what the model answers, which is all that `POST /v1/messages/count_tokens` takes."""
 
     model: Name | None = None
     messages: Annotated[list[Turn], Field(min_length=1), FIRST_ERROR]
@@ -183,11 +192,7 @@ class Conversation(Body):
 
     @model_validator(mode="after")
     def _make_chat(self) -> Conversation:
-        given = {name: value for name, value in self._fields_of_chat().items() if value is not None}
-        try:
-            self._chat = ChatOfMessages.model_validate(given)
-        except ValidationError as error:
-            raise _renamed(refusal_of(error.errors(), given, ChatOfMessages)) from None
+        self._chat = ChatOfMessages.of(self._fields_of_chat())
         return self
 
     @property
@@ -246,15 +251,6 @@ class MessagesRequest(Conversation, Parameters):
             **{name: getattr(self, name) for name in same},
             "stop": self.stop_sequences,
         }
-
-
-def _renamed(error: PagemillError) -> PagemillError:
-    """Returns an error of chat's with the names that fields have here."""
-    own = OF_CHAT.get(error.param or "")
-    if own is not None:
-        error.message = error.message.replace(str(error.param), own, 1)
-        error.param = own
-    return error
 
 
 StopReason = Literal[

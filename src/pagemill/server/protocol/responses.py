@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
-from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.errors import InvalidRequestError
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Timeout, check_length
-from pagemill.server.protocol.chat import ChatCompletionRequest
+from pagemill.server.protocol.chat_in_other_words import ChatInOtherWords
 from pagemill.server.protocol.generation import parameters_but, screened
-from pagemill.server.protocol.refusals import refusal_of
 from pagemill.server.protocol.response_items import Items, OutputItem, messages_of
 from pagemill.server.protocol.tools import FunctionName, check_for_template
 
@@ -125,11 +124,10 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ChatOfResponse(ChatCompletionRequest):
-    """A response's request as one of chat, which names fields as the response's request does."""
+class ChatOfResponse(ChatInOtherWords):
+    """Holds a response's request as one of chat."""
 
-    def in_own_words(self, error: PagemillError) -> PagemillError:
-        return _renamed(super().in_own_words(error))
+    OTHER_NAMES = OF_CHAT
 
 
 class ResponsesRequest(Parameters):
@@ -207,11 +205,7 @@ class ResponsesRequest(Parameters):
             "logprobs": self.with_logprobs,
             "top_logprobs": self.top_logprobs if self.with_logprobs else None,
         }
-        given = {name: value for name, value in fields.items() if value is not None}
-        try:
-            self._chat = ChatOfResponse.model_validate(given)
-        except ValidationError as error:
-            raise _renamed(refusal_of(error.errors(), given, ChatOfResponse)) from None
+        self._chat = ChatOfResponse.of(fields)
         return self
 
     @property
@@ -275,15 +269,6 @@ def _check_tool_choice(choice: Any) -> None:
             f"'required' or 'none'",
             param="tool_choice",
         )
-
-
-def _renamed(error: PagemillError) -> PagemillError:
-    """Returns an error of chat's with the names that fields have here."""
-    own = OF_CHAT.get(error.param or "")
-    if own is not None:
-        error.message = error.message.replace(str(error.param), own)
-        error.param = own
-    return error
 
 
 class InputTokensDetails(BaseModel):

@@ -245,8 +245,12 @@ class Call(ABC, Generic[R]):
             prompts = await self._prompts()
             for position, prompt in enumerate(prompts):
                 name = self._id if len(prompts) == 1 else f"{self._id}-{position}"
-                how: dict[str, Any] = {"priority": request.priority, "lora_request": self._lora_request}
-                self._streams.append(await self._llm.submit(prompt, params, name, tenant=self._tenant, **how))
+                await self._send(prompt, params, name)
+
+    async def _send(self, prompt: Prompt, params: SamplingParams | BeamSearchParams, name: str) -> None:
+        """Submits one prompt, under a name."""
+        how: dict[str, Any] = {"priority": self.request.priority, "lora_request": self._lora_request}
+        self._streams.append(await self._llm.submit(prompt, params, name, tenant=self._tenant, **how))
 
     def _params(self) -> SamplingParams | BeamSearchParams:
         """Returns how the answer is generated."""

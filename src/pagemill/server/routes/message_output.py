@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import TypeAdapter
@@ -14,20 +14,23 @@ from pagemill.text.answer.reader import AnswerPart, CallPart
 
 OBJECT = TypeAdapter(dict[str, Any])
 
+B = TypeVar("B", TextOut, ThinkingOut)
+
 
 class MessageOutput:
     """Takes what is read of an answer. `blocks` are those so far; a block is closed when the next one begins."""
 
-    def __init__(self, *, streaming: bool) -> None:
-        """streaming: makes events, which `take_events` must be called for."""
+    def __init__(self, *, streaming: bool, shows_reasoning: bool = True) -> None:
+        """streaming: makes events, which `take_events` must be called for. shows_reasoning: leaves none of it out."""
         self._streaming = streaming
+        self._shows_reasoning = shows_reasoning
         self.blocks: list[BlockOut] = []
         self.has_broken_call = False
-        """Whether a call's arguments are no JSON, because it was cut or went wrong."""
+        """Says whether a call's arguments are no JSON, because it was cut or went wrong."""
         self._open = False
-        """Whether the last block still grows."""
+        """Says whether the last block still grows."""
         self._arguments: list[str] = []
-        """Of the call that is open, as they came."""
+        """Holds those of the call that is open, as they came."""
         self._events: list[str] = []
 
     def start(self, message: Message) -> None:
@@ -38,10 +41,12 @@ class MessageOutput:
         """Takes what is new of the answer."""
         for call in part.continued:
             self._add_call(call)
-        if part.reasoning:
-            self._add_reasoning(part.reasoning)
+        if part.reasoning and self._shows_reasoning:
+            self._growing(ThinkingOut).thinking += part.reasoning
+            self._tell_delta("thinking_delta", thinking=part.reasoning)
         if part.content:
-            self._add_text(part.content)
+            self._growing(TextOut).text += part.content
+            self._tell_delta("text_delta", text=part.content)
         for call in part.begun:
             self._add_call(call)
 
@@ -68,28 +73,20 @@ class MessageOutput:
         events, self._events = self._events, []
         return events
 
-    def _add_reasoning(self, text: str) -> None:
-        block = self.blocks[-1] if self._open else None
-        if not isinstance(block, ThinkingOut):
-            block = ThinkingOut()
-            self._begin(block)
-        block.thinking += text
-        self._tell_delta("thinking_delta", thinking=text)
-
-    def _add_text(self, text: str) -> None:
-        block = self.blocks[-1] if self._open else None
-        if not isinstance(block, TextOut):
-            block = TextOut()
-            self._begin(block)
-        block.text += text
-        self._tell_delta("text_delta", text=text)
-
     def _add_call(self, part: CallPart) -> None:
         if part.id is not None:
             self._begin(ToolUseOut(id=part.id, name=part.name or ""))
         if part.arguments and isinstance(self.blocks[-1], ToolUseOut):
             self._arguments.append(part.arguments)
             self._tell_delta("input_json_delta", partial_json=part.arguments)
+
+    def _growing(self, kind: type[B]) -> B:
+        """Returns the open block if it is of this kind, else a new one."""
+        block = self.blocks[-1] if self._open else None
+        if not isinstance(block, kind):
+            block = kind()
+            self._begin(block)
+        return block
 
     def _begin(self, block: BlockOut) -> None:
         self.close()

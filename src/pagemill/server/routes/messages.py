@@ -48,7 +48,7 @@ class MessagesCall(ChatCall):
         self, llm: AsyncLLM, asked: MessagesRequest, model: str, tenant: str, lora_request: LoRARequest | None
     ) -> None:
         super().__init__(llm, asked.chat, model, tenant, lora_request)
-        self._output = MessageOutput(streaming=bool(asked.stream))
+        self._output = MessageOutput(streaming=bool(asked.stream), shows_reasoning=asked.chat.include_reasoning)
         self._ending: dict[str, Any] = {}
         """Why the answer ended, once it has."""
 
@@ -60,15 +60,12 @@ class MessagesCall(ChatCall):
         facts, self._asked_tokens = await self._llm.ready(), params.max_tokens or 0
         if len(prompt["prompt_token_ids"]) + self._asked_tokens > min(facts.max_model_len, facts.longest_sequence):
             params.max_tokens = None
-        how: dict[str, Any] = {"priority": self.request.priority, "lora_request": self._lora_request}
-        self._streams.append(await self._llm.submit(prompt, params, self._id, tenant=self._tenant, **how))
+        await self._send(prompt, params, self._id)
 
     def _whole(self) -> bytes:
         (output,) = self._results()[0].outputs
         reader = self._reader(0)
-        part = reader.read(output.text)
-        part.reasoning = part.reasoning if self.request.include_reasoning else ""
-        self._output.add(part)
+        self._output.add(reader.read(output.text))
         self._output.close()
         return self._message(**self._why_it_ended(output, reader)).model_dump_json().encode()
 
@@ -78,7 +75,6 @@ class MessagesCall(ChatCall):
             self._output.start(self._message())
         reader = self._readers[0]
         for part in (reader.add(new.text), *([reader.finish()] if new.finish_reason else ())):
-            part.reasoning = part.reasoning if self.request.include_reasoning else ""
             self._output.add(part)
         if new.finish_reason:
             self._output.close()

@@ -30,7 +30,7 @@ class CallPart:
 
 @dataclass(slots=True)
 class AnswerPart:
-    """What is new of an answer, or all of it: first of a call that had begun, then reasoning, content and other calls.
+    """Holds what is new of an answer, or all: first of a call that had begun, then reasoning, content and other calls.
 
     Content between two calls stands before both.
     """
@@ -41,12 +41,12 @@ class AnswerPart:
 
     @property
     def continued(self) -> list[CallPart]:
-        """What is new of the call that had begun; empty or one entry."""
+        """Returns what is new of the call that had begun, in a list of at most one."""
         return self.calls[:1] if self.calls and self.calls[0].id is None else []
 
     @property
     def begun(self) -> list[CallPart]:
-        """The calls that begin."""
+        """Returns the calls that begin."""
         return self.calls[len(self.continued) :]
 
     def __bool__(self) -> bool:
