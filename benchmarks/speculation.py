@@ -2,6 +2,7 @@
 
     python -m benchmarks.speculation [--draft ngram|suffix|self|pair|heads]
         [--workloads edit,edit-sampled,chat,prose,crowd,again,named,forms] [--dtype float32] [--rounds 3] [--drafts 4]
+        [--branches 4]
 
 edit is one user whose answer repeats a document of the prompt, edit-sampled the same at temperature 1; chat is one
 greedy user, prose one at temperature 1, where hardly anything repeats; crowd is 64 of these at once. In again, named
@@ -16,7 +17,8 @@ another piece of text. In each, the tokens of both must be the same.
 compared, over all rounds: what drifts from answer to answer on a shared machine does not count.
 
 Allowed is the ratio that the accepted drafts allow: where a step takes as long with drafts as without, and a pass of
-the draft model so much less than the model's as it has fewer products.
+the draft model so much less than the model's as it has fewer products. With --beside chains, off has drafts too, which
+do not branch, and allowed is the ratio of steps.
 """
 
 from __future__ import annotations
@@ -94,9 +96,11 @@ class Passes:
         self.verified = drafter.verified
         self.answers = drafter.answers
         self.rests = False
+        self.branches = True
 
     def propose(self, room: Any, rows: int, budget: int, limit_s: float) -> Any:
-        return {} if self.rests else self._drafter.propose(room, rows, budget, limit_s)
+        proposed = {} if self.rests else self._drafter.propose(room, rows, budget, limit_s)
+        return proposed if self.branches else {sequence: paths[:1] for sequence, paths in proposed.items()}
 
     def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:
         self.count += work.passes + (work.caught_up > 0)
@@ -162,6 +166,8 @@ def load(arguments: argparse.Namespace, folder: str) -> tuple[EngineCore, list[i
         speculation = {"method": "draft_model", "model": draft}
     if arguments.draft != "heads":
         speculation["num_speculative_tokens"] = arguments.drafts
+    if arguments.branches is not None:
+        speculation["num_speculative_branches"] = arguments.branches
     config = EngineConfig(
         model=model, dtype=arguments.dtype, quantization=arguments.quantization, max_model_len=1024,
         kv_memory="512MiB", enable_prefix_caching=False, speculative_config=speculation,
@@ -179,8 +185,12 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--branches", type=int, help="self, pair, heads: num_speculative_branches")
     parser.add_argument("--heads", help="the folder of the heads, which are trained into it if it has none")
     parser.add_argument("--by-step", action="store_true")
+    parser.add_argument(
+        "--beside", default="nothing", choices=["nothing", "chains"], help="what off is: no drafts, or no branches"
+    )
     parser.add_argument("--later", type=float, default=0.05, help="pair: the less, the more drafts are right")
     arguments = parser.parse_args()
     print(heading(describe_machine()), end="\n\n")
@@ -205,7 +215,8 @@ def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) ->
         for round in range(arguments.rounds):
             prompts, answers = prompts_of(workload, text, round + 1), []
             for on in (round % 2 == 1, round % 2 == 0):
-                core.scheduler.drafter = passes if on else None
+                core.scheduler.drafter = passes if on or arguments.beside == "chains" else None
+                passes.branches = on
                 begin = core.stats().steps
                 speed, tokens = serve(core, workload, prompts, round)
                 steps[on] += core.stats().steps - begin
@@ -217,7 +228,8 @@ def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) ->
         drafts, accepted = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
         ratios = [on / off for on, off in zip(speeds[True], speeds[False], strict=True)]
         source = core.executor.facts.drafts
-        allowed = steps[False] / (steps[True] + (passes.count * source.cost if source else 0))
+        cost = source.cost if source and arguments.beside == "nothing" else 0
+        allowed = steps[False] / (steps[True] + passes.count * cost)
         print(
             f"| {arguments.dtype} | {name} | {median(speeds[False]):.1f} | {median(speeds[True]):.1f} | "
             f"{median(ratios):.2f} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} | {drafts / generated:.2f} | "
@@ -228,6 +240,7 @@ def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) ->
 
 def measure_steps(core: EngineCore, text: list[int], arguments: argparse.Namespace) -> None:
     drafter = core.scheduler.drafter = Passes(core.scheduler.drafter)
+    beside_nothing = arguments.beside == "nothing"
     print("| dtype | workload | off, tokens/s | on, tokens/s | on / off | its parts | drafts per token | accepted |")
     print("| --- | --- | ---: | ---: | ---: | --- | ---: | ---: |")
     for name in arguments.workloads.split(","):
@@ -242,12 +255,13 @@ def measure_steps(core: EngineCore, text: list[int], arguments: argparse.Namespa
             while core.has_work():
                 state = core.scheduler.state
                 generating = len(state.running) == workload.requests and all(one.generates for one in state.running)
-                drafter.rests = index % 2 == 0
+                on = index % 2 == 1
+                drafter.rests, drafter.branches = (not on and beside_nothing, on)
                 index += generating
                 begin = time.perf_counter()
                 tokens = sum(len(output.new_token_ids) for output in core.step())
                 if generating:
-                    part[int(not drafter.rests)] += tokens, time.perf_counter() - begin
+                    part[int(on)] += tokens, time.perf_counter() - begin
             whole += part
             ratios.append(part[1, 0] / part[1, 1] / (part[0, 0] / part[0, 1]))
         off, on = whole[:, 0] / whole[:, 1]

@@ -8,15 +8,18 @@ MOST = 4
 
 
 class Eager:
-    """Asks for drafts wherever there may be some, of a share of the sequences at a time, up to `most` of each.
+    """Asks for drafts wherever there may be some, of a share of the sequences at a time: up to `most` on each path,
+    and so many branches.
 
-    works: what steps were noted with.
+    works: what steps were noted with. branched: how many branches were followed.
     """
 
     answers = None
+    branched = 0
 
-    def __init__(self, seed: int = 0, share: float = 0.7, most: int = MOST) -> None:
+    def __init__(self, seed: int = 0, share: float = 0.7, most: int = MOST, branches: int = 0) -> None:
         self._most = most
+        self._branches = branches
         self._random = random.Random(seed)
         self._share = share
         self.works = []
@@ -29,12 +32,23 @@ class Eager:
         for sequence, most in room.items():
             count = min(most, budget, self._random.randint(1, self._most))
             if count > 0 and self._random.random() < self._share:
-                asked[sequence] = [-1] * count
+                asked[sequence] = [[-1] * count, *self._paths(count)]
                 budget -= count
         return asked
 
-    def verified(self, sequence, proposed, accepted):
-        assert 0 <= accepted <= proposed
+    def _paths(self, most):
+        """Several may be the same, or as long as the scheduler has no room for them."""
+        paths = []
+        for _ in range(self._random.randint(0, self._branches)):
+            path = [-1] * self._random.randint(1, most)
+            path[self._random.randrange(len(path))] -= self._random.randint(1, 3)
+            paths.append(path)
+        return paths
+
+    def verified(self, sequence, tree):
+        assert 0 <= tree.right <= tree.first <= tree.drafts
+        assert tree.others >= (tree.gained > 0)
+        self.branched += tree.gained > 0
 
     def note_step(self, tokens, drafts, accepted, seconds, work):
         self.works.append(work)

@@ -13,6 +13,7 @@ from pagemill.arguments import about, check_fields
 from pagemill.errors import ConfigError, shown
 
 Drafts = Annotated[int, Meta(ge=1, le=64)]
+Branches = Annotated[int, Meta(ge=0, le=16)]
 Ngram = Annotated[int, Meta(ge=1, le=16)]
 Requests = Annotated[int, Meta(ge=1, le=1_000_000)]
 Tokens = Annotated[int, Meta(ge=1024, le=2**30)]
@@ -22,12 +23,13 @@ MODELS = {"draft_model": "the smaller one", "medusa": "the folder of the heads"}
 DRAFTS = 8
 """The most drafts of a sequence in one step where nothing else is said."""
 OWNERS = {
-    "prompt_lookup_max": "ngram",
-    "prompt_lookup_min": "ngram",
-    "suffix_decoding_max_cached_requests": "suffix",
-    "suffix_decoding_max_cached_tokens": "suffix",
+    "num_speculative_branches": ("draft_model", "medusa"),
+    "prompt_lookup_max": ("ngram",),
+    "prompt_lookup_min": ("ngram",),
+    "suffix_decoding_max_cached_requests": ("suffix",),
+    "suffix_decoding_max_cached_tokens": ("suffix",),
 }
-"""The method to which a setting belongs."""
+"""The methods to which a setting belongs."""
 MEASURED = ("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
 """vLLM's settings of how many drafts a place gives, which is measured here."""
 
@@ -55,6 +57,13 @@ class SpeculativeConfig:
         Drafts | None,
         about("The most drafts of a sequence in one step. Default: 8; with medusa, as many as there are heads."),
     ] = None
+    num_speculative_branches: Annotated[
+        Branches,
+        about(
+            "With draft_model and medusa: the most branches of a sequence's drafts in one step, beside the likeliest "
+            "tokens; 0 for none. As many are verified as are measured to pay."
+        ),
+    ] = 4
     prompt_lookup_max: Annotated[Ngram, about("The longest n-gram that is looked up, in tokens.")] = 4
     prompt_lookup_min: Annotated[Ngram, about("The shortest n-gram that is looked up, in tokens.")] = 2
 
@@ -77,9 +86,10 @@ class SpeculativeConfig:
                 f"model is {self.model!r}, but method {self.method!r} has none; use method 'draft_model' or 'medusa', "
                 f"or leave model out"
             )
-        for name, owner in OWNERS.items():
-            if self.method != owner and getattr(self, name) != getattr(type(self), name):
-                raise _refusal(f"{name} is for method {owner!r}; leave it out with {self.method!r}")
+        for name, owners in OWNERS.items():
+            if self.method not in owners and getattr(self, name) != getattr(type(self), name):
+                meant = " or ".join(map(repr, owners))
+                raise _refusal(f"{name} is for method {meant}; leave it out with {self.method!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise _refusal(
                 f"prompt_lookup_min is {self.prompt_lookup_min}, above prompt_lookup_max ({self.prompt_lookup_max}); "

@@ -19,9 +19,11 @@ from benchmarks.draft_pair import save_pair
 from drafted import LOAD, VOCAB, assert_same, of_pools, text
 from drive import drive, request
 from tokenizers import Tokenizer, models
+from transformers import AutoConfig
 
 from eager_drafter import MOST, Eager
 from harness import PagedSequences
+from lora_adapters import save_adapter, shapes_of
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError
@@ -51,6 +53,11 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def unsure(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("unsure"), draft_layers=1, later=0.4, **SIZES)
+
+
+@pytest.fixture(scope="module")
 def make(pair):
     def make(draft=pair[1], model=pair[0], **settings) -> EngineCore:
         settings = {"dtype": "float32", "block_size": BLOCK, "kv_memory": "8MiB", "max_num_seqs": 12,
@@ -63,21 +70,25 @@ def make(pair):
 
 
 def watch_drafts(core: EngineCore) -> list[int]:
-    """Compares each row's drafts with those of the draft model alone, over all of the row's tokens at once. The number
-    of drafts compared, step by step."""
+    """Compares each path of drafts with that of the draft model alone, over all of its tokens at once. The number of
+    drafts compared, step by step."""
     draft, sampler, compared = core.executor.draft, core.executor.sampler, []
     propose = draft.propose
 
     def watching(plan):
+        asked = drafts_of(plan)
         found, undrafted, work = propose(plan)
-        for at, to, drafts in zip(found.sample_from, found.sample_to, drafts_of(found), strict=True):
+        for at, to, path, drafts in zip(found.sample_from, found.sample_to, asked, drafts_of(found), strict=True):
             if drafts:
                 start = int(found.starts[at])
                 tokens = core.executor.rows.tokens[to, : start + 1].tolist() + drafts
                 (logits,) = PagedSequences(draft.decoder, [tokens[:-1]], block_size=BLOCK, kv_dtype=kv_dtype).run()
                 rows = np.array([to])
-                alone = [int(sampler.guess(logits[start + i : start + i + 1], rows, i)[0]) for i in range(len(drafts))]
-                assert drafts == alone
+                for i, (wanted, draft_token) in enumerate(zip(path, drafts, strict=True)):
+                    row = logits[start + i : start + i + 1]
+                    for _ in range(-1 - wanted):
+                        row[0, int(sampler.guess(row, rows, i)[0])] = -np.inf
+                    assert draft_token == int(sampler.guess(row, rows, i)[0])
         compared.append(len(found.draft_tokens))
         return found, undrafted, work
 
@@ -108,11 +119,42 @@ def test_a_draft_model_changes_no_bit_and_drafts_as_alone(make, plain, settings)
         )
 
 
+@of_pools("480KiB")
+def test_branches_change_no_bit_and_draft_as_alone(make, unsure, settings):
+    """A draft model that is often wrong, so that the second choice is often right."""
+    model, draft = unsure
+    core = make(model=model, draft=draft, **settings | {"max_num_seqs": 24})
+    core.scheduler.drafter = Eager(branches=6)
+    compared = watch_drafts(core)
+    assert_same(drive(core, LOAD, every=2), drive(make(model=model, draft=None), LOAD))
+    stats = core.stats()
+    assert stats.draft_branches > stats.accepted_branches == core.scheduler.drafter.branched > 5
+    assert 100 < stats.draft_tokens < sum(compared), "what paths have in common counts once"
+    assert stats.preemptions or "kv_memory" not in settings
+    assert sum(stats.accepted_per_position) == stats.accepted_tokens
+
+
+def test_branches_have_their_sequences_adapter(make, unsure, tmp_path):
+    model, draft = unsure
+    adapter = save_adapter(tmp_path, shapes_of(AutoConfig.from_pretrained(model)))
+    settings = {"enable_lora": True, "max_lora_rank": 8, "lora_modules": {"adapter": str(adapter)}, "max_num_seqs": 24}
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    asked = [
+        request(f"{seed} {number}", text(seed, 20), params, adapter=number) for seed in range(3) for number in (0, 1)
+    ]
+    expected = drive(make(model=model, draft=None, **settings), asked)
+    assert expected.tokens["0 0", 0] != expected.tokens["0 1", 0]
+    core = make(model=model, draft=draft, **settings)
+    core.scheduler.drafter = Eager(branches=4)
+    assert_same(drive(core, asked), expected)
+    assert core.stats().accepted_branches > 5
+
+
 @pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}], ids=["int8 cache", "bf16"])
 def test_a_draft_model_changes_no_bit_of_narrow_formats(make, settings):
     expected = drive(make(draft=None, **settings), LOAD[:3])
     core = make(**settings)
-    core.scheduler.drafter = Eager()
+    core.scheduler.drafter = Eager(branches=2)
     compared = watch_drafts(core)
     assert_same(drive(core, LOAD[:3]), expected)
     assert sum(compared) > 50
@@ -171,7 +213,7 @@ def test_what_was_computed_without_drafts_is_taken_in_when_some_are_wanted(make,
 
 def test_a_fault_in_the_middle_changes_no_bit(make, plain):
     core = make()
-    core.scheduler.drafter = Eager()
+    core.scheduler.drafter = Eager(branches=2)
     forward, draw, failed = core.executor.decoder.forward, random.Random(1), []
 
     def failing(token_ids, batch, *more):
@@ -209,7 +251,7 @@ def test_a_model_with_windows_has_the_drafts_layers_in_a_group_of_their_own(make
     expected = drive(make(draft=None, model=model), LOAD[:3])
     core = make(model=model)
     assert core.executor.facts.windows == (20, None)
-    core.scheduler.drafter = Eager()
+    core.scheduler.drafter = Eager(branches=2)
     compared = watch_drafts(core)
     assert_same(drive(core, LOAD[:3]), expected)
     assert sum(compared) > 50
@@ -221,7 +263,7 @@ def test_contexts_longer_than_the_pool_rest(make, plain):
     """Draft models do not write outside the pool; of the others, nothing changes."""
     settings = {"kv_memory": 14 * 5 * 4096, "kv_host_memory": "2MiB", "max_num_batched_tokens": 16}
     core = make(**settings)
-    core.scheduler.drafter = Eager(share=1.0)
+    core.scheduler.drafter = Eager(share=1.0, branches=2)
     compared, streamed, step = watch_drafts(core), [], core.step
     core.step = lambda: [step(), streamed.append(core.stats().blocks_streamed)][0]
     assert_same(drive(core, LOAD), plain)
@@ -274,6 +316,7 @@ def test_the_model_as_its_own_draft_model_is_always_right(make_engine, prompts):
     assert free.tokens == {key: expected.tokens[key] for key in free.tokens}
     stats = core.stats()
     assert stats.accepted_tokens >= 0.9 * stats.draft_tokens > 20, "those behind the end are not"
+    core.scheduler.drafter = Eager(share=1.0, branches=2)
     assert_same(drive(core, asked), expected)
 
 

@@ -121,7 +121,7 @@ def test_a_plan_without_rows_copies_frames_and_brings_nothing(make_engine, secon
             places[0][:] = record.reshape(places[0].shape)
     none, numbers = np.zeros(0, np.int32), np.array([2, 5], np.int32)
     work = replace(MemoryWork.none(), copy_source=numbers[:1], copy_target=numbers[1:])
-    plan = StepPlan(1, work, none, none, none, none.astype(np.bool_), none, none, none, none)
+    plan = StepPlan(1, work, none, none, none, none.astype(np.bool_), none, none, none, none.astype(np.bool_), none)
     assert pair.apply(plan) == []
     assert pair.collect(pair.submit(plan)) == StepResult()
     assert pair.results == [(StepResult(), StepResult())]

@@ -384,6 +384,7 @@ def step_of(query_lens: list[int]) -> StepPlan:
         sample_from=none,
         sample_to=none,
         max_accepted=none,
+        branches=np.empty(0, np.bool_),
         prompt_logprobs=none,
     )
 

@@ -88,7 +88,7 @@ def test_drafts_of_some_steps_change_no_answer(requests, expected, make_engine):
     def guess(room, rows, budget, limit_s):
         """Right ones and wrong ones."""
         drafts = propose(room, rows, budget, limit_s)
-        for sequence, tokens in drafts.items():
+        for sequence, (tokens,) in drafts.items():
             answer = of[sequence.request.request_id]
             at = sequence.num_output_tokens
             tokens[:] = [*answer[at : at + len(tokens) - 1], *[5] * len(tokens)][: len(tokens)]

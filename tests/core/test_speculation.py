@@ -41,7 +41,7 @@ class Eager(NgramDrafter):
         for each in (1, 1, 3, 5, 9, 17, 33, 65):
             self._control.note_step(each, each - 1, 0.01, each - 1)
         proposed = super().propose(room, rows, budget, limit_s) if self._answers is None else self._known(room)
-        for drafts in proposed.values():
+        for (drafts,) in proposed.values():
             if self._random.random() < 0.3:
                 drafts[self._random.randrange(len(drafts))] = 77
         return proposed
@@ -52,7 +52,7 @@ class Eager(NgramDrafter):
             answer = self._answers[sequence.request.request_id, sequence.index]
             begin = sequence.num_output_tokens
             if coming := answer[begin : begin + min(most, self._random.randint(0, 6))]:
-                drafts[sequence] = coming
+                drafts[sequence] = [coming]
         return drafts
 
 

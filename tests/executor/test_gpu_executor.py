@@ -8,11 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from benchmarks.draft_pair import save_pair
 from checked_device import OrderError
 from late import Late
 from static_attention import StaticAttention
 
 from core.drive import drive, request
+from eager_drafter import Eager
 from interpreter import CAPABILITY, DEVICE
 from pagemill.attention import sdpa_backend
 from pagemill.attention.sdpa_operators import HeadShape, flash_of_cpu
@@ -104,6 +106,22 @@ def check_against_host(small_model, device, seed: int, backend) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_schedules_bring_the_tokens_of_the_host_and_break_no_order(small_model, device, seed):
     check_against_host(small_model, device, seed, BACKEND)
+
+
+def test_drafts_that_branch_bring_the_tokens_of_the_host_and_break_no_order(device, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model, draft = save_pair(tmp_path, draft_layers=1, later=0.3, vocab_size=64, num_key_value_heads=2, **sizes)
+    settings = SMALL | {"kv_memory": 1 << 19, "max_num_seqs": 16}
+    plain = EngineConfig(model=str(model), **settings)
+    drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
+    config = EngineConfig(model=str(model), **settings, speculative_config=drafts)
+    core = EngineCore(config, executor=open_executor(config, backend=BACKEND, device=device))
+    core.scheduler.drafter = Eager(branches=4)
+    requests = [request(f"long{seed}", [5, 9, 3 + seed], greedy(max_tokens=80)) for seed in range(4)]
+    requests += small_requests(5, 3)
+    assert drive(core, requests, every=3).tokens == on_cpu(plain, requests)
+    assert core.scheduler.drafter.branched > 2
+    core.close()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="Triton interprets kernels where there is no GPU")

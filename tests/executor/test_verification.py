@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -36,34 +38,50 @@ def drafts_behind(come, rows, seed):
     return [each[: LENGTH - len(come[row])] for row, each in zip(rows, np.stack(drafts, 1).tolist(), strict=True)]
 
 
-def plan_of(rows, drafts):
-    ones, numbers = np.ones(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
-    counts = np.array([len(each) for each in drafts], np.int32)
-    of_all = np.array([draft for each in drafts for draft in each], np.int32)
+def with_branches(drafts):
+    """Returns paths: the drafts, one that leaves them at once, and one that leaves that again or has nothing more."""
+    first, *more = drafts
+    return [drafts, [(first + 1) % VOCAB, *more], [(first + 1) % VOCAB, *((each + 2) % VOCAB for each in more)]]
+
+
+def plan_of(rows, paths):
+    """rows: by sequence. paths: of each sequence the drafts, and those of branches, which run in further rows."""
+    of_all = [path for each in paths for path in each]
+    counts = np.array([len(path) for path in of_all], np.int32)
+    ones, numbers = np.ones(len(of_all), np.int32), np.arange(len(of_all), dtype=np.int32)
+    own = np.repeat(rows, [len(each) for each in paths])
+    branches = np.array([at > 0 for each in paths for at in range(len(each))])
     return StepPlan(
-        step=0, work=MemoryWork.none(), rows=rows, starts=ones, query_lens=1 + counts, generates=ones.astype(bool),
-        sample_from=numbers, sample_to=rows, max_accepted=1 + counts, prompt_logprobs=ones[:0], draft_tokens=of_all,
+        step=0, work=MemoryWork.none(), rows=np.where(branches, SEQUENCES + numbers, own), starts=ones,
+        query_lens=1 + counts, generates=ones.astype(bool), sample_from=numbers, sample_to=own, branches=branches,
+        max_accepted=1 + counts, prompt_logprobs=ones[:0], draft_tokens=np.array(list(chain(*of_all)), np.int32),
+        branched=bool(branches.any()),
     )  # fmt: skip
 
 
-def answers(verifier, seed):
-    """Returns the sequences that come of verified drafts, token 0 before each; and which share of the first drafts was
-    right."""
+def answers(verifier, seed, paths_of=lambda drafts: [drafts]):
+    """Returns the sequences that come of verified drafts, token 0 before each; which share of the first drafts was
+    right; and how often a branch was followed."""
     sampler, none = Sampler(SEQUENCES, VOCAB, CpuSamplingKernels()), np.empty(0, np.int32)
     for row in range(SEQUENCES):
         sampler.add_row(row, SamplingParams(temperature=1.0), row, none, none)
-    come, right = [[0] for _ in range(SEQUENCES)], 0
+    come, right, branched = [[0] for _ in range(SEQUENCES)], 0, 0
     while rows := [row for row, tokens in enumerate(come) if len(tokens) <= LENGTH]:
-        drafts = drafts_behind(come, rows, seed)
-        known = [token for row, each in zip(rows, drafts, strict=True) for token in (come[row][-1], *each)]
-        logits = torch.from_numpy(LOGITS[known])
-        plan = plan_of(np.array(rows, np.int32), drafts)
+        paths = [paths_of(drafts) if drafts else [drafts] for drafts in drafts_behind(come, rows, seed)]
+        known = [[(come[row][-1], *path)[at > 0 :] for at, path in enumerate(each)]
+                 for row, each in zip(rows, paths, strict=True)]  # fmt: skip
+        logits = torch.from_numpy(LOGITS[list(chain(*chain(*known)))])
+        plan = plan_of(np.array(rows, np.int32), paths)
         found = verifier(plan, lambda places, at, logits=logits: sampler.sample(logits[places], at))
-        for row, tokens in zip(rows, found.tokens, strict=True):
-            come[row] += tokens
-        if len(known) == SEQUENCES * (1 + DRAFTS):
-            right = sum(each[0] == tokens[0] for each, tokens in zip(drafts, found.tokens, strict=True))
-    return np.array(come), right / SEQUENCES
+        accepted = iter(found.tokens)
+        for row, each in zip(rows, paths, strict=True):
+            of_paths = [next(accepted) for _ in each]
+            (followed,) = (at for at, tokens in enumerate(of_paths) if tokens)
+            assert of_paths[followed][:-1] == each[followed][: len(of_paths[followed]) - 1]
+            come[row] += of_paths[followed]
+            branched += followed > 0
+            right += len(come[row]) > 1 and len(each[0]) == DRAFTS and come[row][1] == each[0][0]
+    return np.array(come), right / SEQUENCES, branched
 
 
 def distances(come):
@@ -78,10 +96,13 @@ def distances(come):
 
 @pytest.mark.parametrize("seed", [0, OTHERS], ids=["drafts of the same random numbers", "of others"])
 def test_what_is_verified_follows_the_targets_distribution(seed):
-    come, right = answers(verify, seed)
+    come, right, _ = answers(verify, seed)
     assert 0.1 < right < 0.9
     assert (right > 0.5) == (seed == 0)
     assert max(distances(come)) < 1
+    tree, _, branched = answers(verify, seed, with_branches)
+    assert (tree == come).all(), "each place has its own random number, however it comes to be sampled"
+    assert branched > 0.1 * SEQUENCES
 
 
 def test_a_verifier_that_accepts_too_often_is_seen():
@@ -95,5 +116,5 @@ def test_a_verifier_that_accepts_too_often_is_seen():
                 tokens[:] = drafts[:1]
         return found
 
-    come, _ = answers(credulous, OTHERS)
+    come, *_ = answers(credulous, OTHERS)
     assert max(distances(come)) > 2

@@ -224,6 +224,71 @@ class Steps(Sequences):
                 assert place < LOWER
                 assert references[block] == (block in own), "what others hold stays"
 
+    @rule(
+        data=st.data(),
+        paths=st.lists(st.lists(TOKENS, max_size=5), min_size=2, max_size=3),
+        winner=st.integers(0, 2),
+        kept=st.integers(1, 6),
+    )
+    def draft(self, data, paths, winner, kept) -> None:
+        """One sequence's next tokens on several paths, each but the first in a fork; one of them becomes its own."""
+        able = [one for one in self.sequences if one.scheduled == one.table.length == len(one.tokens) - 1]
+        if self.flying or not able or len(self.sequences) + len(paths) > 6:
+            return
+        sequence = data.draw(st.sampled_from(able))
+        start, known = sequence.scheduled, list(sequence.tokens)
+        rows = (row for row in range(6) if all(row != other.row for other in self.sequences))
+        branches = [sequence]
+        for path in paths[1:]:
+            fork = self.memory.fork(sequence.table, start)
+            branches.append(Sequence(sequence.root, known + path, fork, list(sequence.digests), start, next(rows)))
+            self.sequences.append(branches[-1])
+            if not self.reserve(branches[-1], start + 1 + len(path)):
+                self.drop(branches.pop())
+                break
+            self.memory.place(fork, branches[-1].row)
+            for group in range(len(self.windows)):
+                self.device.tables[branches[-1].row, group] = {}
+        sequence.tokens += paths[0]
+        if not self.reserve(sequence, start + 1 + len(paths[0])):
+            sequence.tokens[start + 1 :] = []
+            if not self.reserve(sequence, start + 1):
+                for branch in branches:
+                    self.drop(branch)
+                return
+        if sequence.row < 0:
+            sequence.row = next(rows)
+            self.memory.place(sequence.table, sequence.row)
+            for group in range(len(self.windows)):
+                self.device.tables[sequence.row, group] = {}
+        self.step_number += 1
+        self.save()
+        self.device.apply(self.memory.drain(self.step_number))
+        self.compare_tables()
+        for branch in branches:
+            self.write(branch, start, len(branch.tokens))
+        for branch in branches:
+            self.read(branch, start, len(branch.tokens), Step(self.step_number, [], []))
+        self.memory.retire(self.step_number)
+        right = branches[winner % len(branches)]
+        length = min(start + kept, len(right.tokens))
+        for branch in branches[1:]:
+            self.sequences.remove(branch)
+            if branch is right:
+                self.memory.adopt(sequence.table, branch.table, self.time)
+            else:
+                self.memory.close(branch.table, self.time)
+        sequence.tokens, sequence.scheduled = right.tokens[:length], length
+        if self.caching:
+            extend_chain(sequence.digests, sequence.root, sequence.tokens, self.size)
+        self.memory.commit(sequence.table, length, sequence.tokens, sequence.digests)
+        if sequence.table.num_entries > -(-length // self.size):
+            self.memory.truncate(sequence.table, length)
+        self.step_number += 1
+        self.device.apply(self.memory.drain(self.step_number))
+        self.compare_tables()
+        self.memory.retire(self.step_number)
+
     @rule(late_digests=st.booleans(), commit_first=st.booleans())
     def finish(self, late_digests, commit_first) -> None:
         if not self.flying:

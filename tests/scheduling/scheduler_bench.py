@@ -96,7 +96,7 @@ def expected_of_search(request: Request) -> list[Hypothesis]:
 class Oracle:
     """Drafts what will come, wrong at a random place of some drafts, and the more of them the better.
 
-    leaves: how often it leaves drafts to the device.
+    leaves: how often it leaves drafts to the device. branches: the most branches of a sequence's drafts.
     """
 
     answers = None
@@ -104,8 +104,10 @@ class Oracle:
     def may_draft(self, rows) -> bool:
         return self.random.random() < 0.5
 
-    def __init__(self, seed: int, most: int = 6, right: float = 0.8, leaves: float = 0.0) -> None:
+    def __init__(self, seed: int, most: int = 6, right: float = 0.8, leaves: float = 0.0, branches: int = 0) -> None:
         self.leaves = leaves
+        self.branches = branches
+        self.branched = 0
         self.random = random.Random(seed)
         self.most = most
         self.right = right
@@ -120,12 +122,28 @@ class Oracle:
                 tokens.append(next_token(seed, tokens) if right else self.random.randrange(VOCAB))
             if len(tokens) > known:
                 left = self.leaves and self.random.random() < self.leaves
-                drafts[sequence] = [-1] * (len(tokens) - known) if left else tokens[known:]
+                first = [-1] * (len(tokens) - known) if left else tokens[known:]
+                drafts[sequence] = [first, *self.branches_of(first, sequence.tokens, seed)]
                 budget -= len(tokens) - known
         return drafts
 
-    def verified(self, sequence, proposed, accepted):
-        assert 0 <= accepted <= proposed
+    def branches_of(self, first, known, seed):
+        """Paths that leave the first one somewhere, each for a token that may be right, as may be what follows it."""
+        paths = []
+        for _ in range(self.random.randint(0, self.branches)):
+            path = first[: self.random.randrange(len(first))]
+            left, length = first[0] < 0, self.random.randint(len(path) + 1, len(first))
+            path.append(-2 if left else (next_token(seed, known + path), 8)[self.random.random() < 0.3])
+            while len(path) < length:
+                path.append(-1 if left else next_token(seed, known + path))
+            if path != first[: len(path)]:
+                paths.append(path)
+        return paths
+
+    def verified(self, sequence, tree):
+        assert 0 <= tree.right <= tree.first <= tree.drafts
+        assert tree.others >= (tree.gained > 0)
+        self.branched += tree.gained > 0
 
     def note_step(self, tokens, drafts, accepted, seconds, work):
         pass

@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -85,6 +86,10 @@ class SimulatedDevice:
         for index, row in enumerate(plan.rows.tolist()):
             if row in faulty:
                 result.failed[index] = RuntimeError(f"row {row} failed")
+        for at, to in zip(
+            plan.sample_from[plan.branches].tolist(), plan.sample_to[plan.branches].tolist(), strict=True
+        ):
+            self.tokens[int(plan.rows[at])] = self.tokens[to][: int(plan.starts[at]) + 1]
         plan, result.undrafted = self._propose(plan)
         drafts, behind = self._write_drafts(plan)
         for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
@@ -104,20 +109,23 @@ class SimulatedDevice:
             first = start if all_tokens else start + count - 1
             if at not in result.failed:
                 result.pooled[at] = hidden_sum(self.tokens[int(plan.rows[at])], first, start + count)
-        for at, to, guesses, end in zip(
-            plan.sample_from.tolist(), plan.sample_to.tolist(), drafts, behind, strict=True
-        ):
-            tokens = self.tokens[int(plan.rows[at])][:end]
+        own = [i for i, is_branch in enumerate(plan.branches.tolist()) if not is_branch]
+        result.tokens, result.logprobs = [[] for _ in drafts], [None] * len(drafts)
+        for first, last in pairwise([*own, len(drafts)]):
+            at, to, end = int(plan.sample_from[first]), int(plan.sample_to[first]), behind[first]
+            tokens, followed, paths = self.tokens[int(plan.rows[at])][:end], first, range(first, last)
             logprobs, count = [], self.logprobs[to]
-            for guess in [*guesses, None]:
+            while paths:
+                followed, depth = paths[0], len(tokens) - end
                 logprobs.append(likeliest(tokens, count or 0))
                 tokens.append(next_token(self.seeds[to], tokens))
-                if tokens[-1] != guess:
-                    break
+                paths = [path for path in paths if drafts[path][depth : depth + 1] == tokens[-1:]]
+            if at not in result.failed:
+                result.tokens[followed] = tokens[end:]
+                result.logprobs[followed] = None if count is None else logprobs
             self.tokens[to] = tokens
-            failed = at in result.failed
-            result.tokens.append([] if failed else tokens[end:])
-            result.logprobs.append(None if failed or count is None else logprobs)
+        for at in plan.sample_from[plan.branches].tolist():
+            del self.tokens[int(plan.rows[at])]
         result.check(plan)
         return result
 
@@ -131,7 +139,8 @@ class SimulatedDevice:
             if guesses and guesses[0] < 0:
                 tokens = self.tokens[to][: int(plan.starts[at]) + 1]
                 for i in range(count):
-                    guesses[i] = next_token(self.seeds[to], tokens) if self.random.random() < 0.8 else 7
+                    right = self.random.random() < (0.6 if guesses[i] < -1 else 0.8)
+                    guesses[i] = next_token(self.seeds[to], tokens) if right else 7
                     tokens.append(guesses[i])
                 if self.random.random() < 0.3:
                     undrafted.add(sample)

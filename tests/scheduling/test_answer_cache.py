@@ -95,7 +95,8 @@ def proposals(root: bytes, others: list[tuple[bytes, list[int]]]) -> list[int]:
     for other, answer in others:
         drafter.answers.add(other, answer, 0)
     sequence = running(root, [5, 6, 7, 8])
-    return drafter.propose({sequence: 8}, 1, 512, 1.0).get(sequence, [])
+    (drafts,) = drafter.propose({sequence: 8}, 1, 512, 1.0).get(sequence, [[]])
+    return drafts
 
 
 def test_another_namespaces_answers_are_never_drafted_nor_what_they_have_taught():

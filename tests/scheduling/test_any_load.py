@@ -90,6 +90,7 @@ scripts = st.lists(
     payback_steps=st.sampled_from([None, 0.1, 2]),
     drafts=st.one_of(st.none(), st.integers(0, 99)),
     leaves=st.sampled_from([0.0, 0.5, 1.0]),
+    branches=st.sampled_from([0, 1, 3]),
     settles=st.booleans(),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
@@ -109,12 +110,13 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     payback_steps,
     drafts,
     leaves,
+    branches,
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
-    requests that sample nothing, embeddings, drafts right and wrong, the device's own among them, faults, aborts, steps
-    ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks and grows, blocks that
-    are streamed or moved together, and blocks that go to a lower tier and come back or get lost, lower frames that lose
-    what they hold, a device that fails between steps. In the end every block is free."""
+    requests that sample nothing, embeddings, drafts right and wrong, branched, the device's own among them, faults,
+    aborts, steps ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks and
+    grows, blocks that are streamed or moved together, and blocks that go to a lower tier and come back or get lost,
+    lower frames that lose what they hold, a device that fails between steps. In the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -127,7 +129,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         policy=policy,
         lower=lower,
         payback_steps=payback_steps,
-        drafter=None if drafts is None else Oracle(drafts, leaves=leaves),
+        drafter=None if drafts is None else Oracle(drafts, leaves=leaves, branches=branches),
     )
     waiting = [
         make_request(

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.sampling.params import SamplingParams
-from pagemill.scheduling.draft_control import Candidate, DraftControl, ModelDraftControl
+from pagemill.scheduling.draft_control import Candidate, DraftControl, Fork
 from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chance, first_chances
+from pagemill.scheduling.model_draft_control import ModelDraftControl
 from pagemill.scheduling.model_drafting import ModelDrafter
 from pagemill.scheduling.sequence import Rank, Request, Sequence
 from pagemill.scheduling.speculation import TAKEN_IN
@@ -244,3 +245,73 @@ def test_drafts_keep_to_the_limits():
     candidates = [Candidate(0.9, 8)]
     control.choose(candidates, 1, 99, limit_s=0.01055)
     assert 2 <= candidates[0].count <= 5
+
+
+def branched(share: float, chance: float, turn: float, most: int, steps: int = 1500) -> tuple[float, float]:
+    """Drives a control over one sequence whose drafts come from heads that cost nothing.
+
+    share: what a further token costs of a step. turn: the chance that the next likeliest token is right where all
+    likelier ones are wrong. Returns tokens in the time of a plain step, and branches per step, of the last two thirds.
+    """
+    draw, control, base = random.Random(1), ModelDraftControl(0.0, most), 0.01
+    seconds_s, tokens, branches = 0.0, 0, 0
+    for step in range(steps):
+        one = Candidate(chance, 4)
+        if control.pays(1.0, 1):
+            control.choose([one], 1, 512)
+        right = next((i for i in range(one.count) if draw.random() >= chance), one.count)
+        accepted, tried, gained = right, 0, 0
+        for fork in sorted(one.forks):
+            assert fork.depth < fork.length <= one.count
+            if fork.depth == right and not gained:
+                tried += 1
+                assert fork.rank == tried, "the likelier ones first"
+                if draw.random() < turn:
+                    further = range(fork.depth + 1, fork.length)
+                    gained = 1 + next((i for i, _ in enumerate(further) if draw.random() >= chance), len(further))
+        computed, accepted = sum(1 + fork.length for fork in one.forks), right + gained
+        control.branches.note(tried, gained, computed)
+        extra = one.count + computed
+        seconds = base * (1 + share * extra) * draw.uniform(0.98, 1.02)
+        control.note_step(1 + extra, extra, seconds, accepted)
+        if step > steps // 3:
+            seconds_s, tokens, branches = seconds_s + seconds, tokens + 1 + accepted, branches + len(one.forks)
+        if one.count and not one.forks:
+            control.branches.note_none()
+    return tokens / seconds_s * base, branches / (steps - steps // 3)
+
+
+def test_drafts_branch_where_a_further_token_costs_next_to_nothing():
+    for chance, turn, gain in ((0.4, 0.5, 1.2), (0.6, 0.4, 1.12)):
+        chain, none = branched(0.002, chance, turn, most=0)
+        tree, several = branched(0.002, chance, turn, most=6)
+        assert none == 0
+        assert several > 2
+        assert tree > gain * chain
+
+
+@pytest.mark.parametrize(("share", "turn"), [(0.06, 0.3), (0.2, 0.6), (0.01, 0.0)])
+def test_drafts_do_not_branch_where_that_does_not_pay(share, turn):
+    chain, _ = branched(share, 0.5, turn, most=0)
+    tree, several = branched(share, 0.5, turn, most=6)
+    assert several < 0.2
+    assert tree > 0.98 * chain
+
+
+def test_branches_keep_to_the_limits():
+    def chosen(most: int, left: int, limit_s: float = math.inf, ramped: bool = True) -> list[Fork]:
+        control, one = ModelDraftControl(0.0, most), Candidate(0.5, 3)
+        for tokens in (1, 1, 3, 5, 9, 17, 33):
+            control.note_step(tokens, tokens - 1, 0.01 + 1e-6 * tokens, tokens - 1)
+        for computed in (4, 8, 16, 32) if ramped else ():
+            control.branches.note(1, 1, computed)
+            control.note_step(2 + computed, 1 + computed, 0.01 + 1e-6 * (2 + computed), 1)
+        control.choose([one], 1, left, limit_s)
+        assert one.count + sum(1 + fork.length for fork in one.forks) <= left
+        return one.forks
+
+    assert [len(chosen(most, 99)) for most in (0, 1, 3)] == [0, 1, 3]
+    assert chosen(1, 99) == [Fork(0, 1, 3)]
+    assert [len(chosen(9, left)) for left in (3, 6, 7, 99)] == [0, 0, 1, 9]
+    assert len(chosen(9, 99, limit_s=0.010012)) <= 2
+    assert len(chosen(9, 99, ramped=False)) == 1, "the first step with branches has few"

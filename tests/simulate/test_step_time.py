@@ -31,6 +31,7 @@ def plan(starts, query_lens, sample_from=()):
         sample_from=ints(sample_from),
         sample_to=ints([]),
         max_accepted=ints([]),
+        branches=np.empty(0, np.bool_),
         prompt_logprobs=ints([]),
     )
 

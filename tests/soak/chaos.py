@@ -109,7 +109,7 @@ class Soak:
         own = self.core.scheduler.drafter
         self.drafters = [own, own, None]
         if self.core.executor.facts.drafts is not None:
-            self.drafters += [Eager(seed, most=HEADS)] * 3
+            self.drafters += [Eager(seed, most=HEADS, branches=seed % 3)] * 3
         self.core.scheduler.drafter = self.drafters[-1] or own
         self.faults = Faults(self.core, seed)
         self.faults_before = 0

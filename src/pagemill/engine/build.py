@@ -80,7 +80,8 @@ def _drafter(config: EngineConfig, facts: ExecutorFacts) -> Drafter | None:
         drafts = config.speculative_config == "auto" and not facts.overlaps
         return NgramDrafter(SpeculativeConfig(method="ngram")) if drafts else None
     if facts.drafts is not None:
-        return ModelDrafter(speculation.most_drafts(facts.drafts.most), facts.drafts.cost, facts.drafts.takes_in)
+        most, branches = speculation.most_drafts(facts.drafts.most), speculation.num_speculative_branches
+        return ModelDrafter(most, facts.drafts.cost, facts.drafts.takes_in, branches)
     return SuffixDrafter(speculation) if speculation.method == "suffix" else NgramDrafter(speculation)
 
 

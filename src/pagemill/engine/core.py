@@ -371,6 +371,8 @@ class EngineCore:
             draft_rows=drafts.num_drafts,
             draft_tokens=drafts.num_draft_tokens,
             accepted_tokens=drafts.num_accepted_tokens,
+            draft_branches=drafts.num_branches,
+            accepted_branches=drafts.num_accepted_branches,
             drafted_per_position=drafts.num_draft_tokens_per_pos.copy(),
             accepted_per_position=drafts.num_accepted_tokens_per_pos.copy(),
             draft_source_requests=0 if answers is None else answers.num_requests,

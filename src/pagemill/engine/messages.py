@@ -166,6 +166,8 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     """When the request first entered a step."""
     num_draft_tokens: int = 0
     """Counts the drafts that the step verified."""
+    draft_reach: int = 0
+    """Counts the places that they were for."""
     num_accepted_tokens: int = 0
     """Counts the drafts that were right, up to the sequence's end."""
 

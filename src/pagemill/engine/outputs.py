@@ -26,7 +26,9 @@ def _output(update: SequenceUpdate, memory: MemoryManager | None) -> SequenceOut
         scheduled_s=sequence.scheduled_s or 0.0,
     )
     if update.proposed:
-        output.num_draft_tokens, output.num_accepted_tokens = update.proposed, update.right
+        output.num_draft_tokens, output.draft_reach, output.num_accepted_tokens = (
+            update.proposed, update.reach, update.right
+        )  # fmt: skip
     if sequence.table is None:
         output.kv_blocks = sequence.residency
     elif memory is not None:

@@ -111,11 +111,17 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     accepted_tokens: Annotated[
         int, _counter("spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted.")
     ] = 0
+    draft_branches: Annotated[
+        int, _counter("spec_decode_num_branches", "Paths of drafted tokens beside the likeliest of their step.")
+    ] = 0
+    accepted_branches: Annotated[
+        int, _counter("spec_decode_num_accepted_branches", "Paths beside the likeliest that the model followed.")
+    ] = 0
     drafted_per_position: Annotated[
         list[int],
         _counter(
             "spec_decode_num_draft_tokens_per_pos",
-            "Tokens that speculative decoding drafted, by place behind the last token.",
+            "Sequences of steps that had drafted tokens for a place, by that place behind the last token.",
             "position",
         ),
     ] = []

@@ -134,15 +134,18 @@ class DraftModel:
         catch_up: the most tokens that are, but for one of each row. Returns which rows have drafts.
         """
         begin = time.perf_counter()
-        _, rows, starts, counts = asked
-        each = zip(rows.tolist(), starts.tolist(), strict=True)
-        missing = np.array([self._missing(row, start) for row, start in each])
-        drafting = (missing == 0) | (missing == 1)
-        taken = np.where(drafting, missing, 0)
-        for index in np.flatnonzero(missing > 1).tolist():
-            taken[index] = min(int(missing[index]), catch_up)
-            catch_up -= int(taken[index])
-            drafting[index] = taken[index] == missing[index]
+        rows, origins, starts, counts = asked.rows, asked.origins, asked.starts, asked.counts
+        ranks, own = asked.ranks, np.flatnonzero(asked.rows == asked.origins)
+        missing, taken = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        drafting = np.zeros(len(rows), np.bool_)
+        for index in own.tolist():
+            missing[index] = count = self._missing(int(rows[index]), int(starts[index]))
+            if count > 1:
+                count = min(count, catch_up)
+                catch_up -= count
+            taken[index] = max(0, count)
+            drafting[index] = count == missing[index] >= 0
+        self._begin_branches(asked, missing, taken, drafting)
         lens = (taken + drafting).astype(np.int32)
         some = np.flatnonzero(lens)
         caught_up = int(taken[missing > 1].sum())
@@ -153,10 +156,11 @@ class DraftModel:
         self._known[rows[some]] += lens[some]
         self._marked[rows[some]] = 0
         last = inputs.query_start[1:][drafting[some]] - 1
-        rows, starts, counts = rows[drafting], starts[drafting], counts[drafting]
+        rows, origins, starts, counts = rows[drafting], origins[drafting], starts[drafting], counts[drafting]
+        ranks = ranks[drafting]
         if not len(rows):
             return drafting, DraftWork(caught_up=caught_up, catch_up_s=time.perf_counter() - begin)
-        self._rows.tokens[rows, starts + 1] = self._choose(hidden, last, rows, 0)
+        self._rows.tokens[rows, starts + 1] = self._choose(hidden, last, origins, 0, ranks[:, 0])
         work = DraftWork()
         if caught_up:
             now = time.perf_counter()
@@ -167,10 +171,28 @@ class DraftModel:
             at = starts[going] + depth
             inputs = self._rows.inputs(rows[going], at, np.ones(len(at), dtype=np.int32))
             hidden = self._forward(inputs)
-            self._rows.tokens[rows[going], at + 1] = self._choose(hidden, None, rows[going], depth)
+            chosen = self._choose(hidden, None, origins[going], depth, ranks[going, depth])
+            self._rows.tokens[rows[going], at + 1] = chosen
             passes, total = passes + 1, total + len(at)
         self._known[rows] = starts + counts
         return drafting, work._replace(passes=passes, rows=total, seconds=time.perf_counter() - begin)
+
+    def _begin_branches(
+        self, asked: Asked, missing: NDArray[np.int64], taken: NDArray[np.int64], drafting: NDArray[np.bool_]
+    ) -> None:
+        """Lets the branches of rows that are drafting draft too. They take in what their rows have to in the block that
+        they do not share, of which they have a copy.
+
+        missing, taken: how many tokens each has to take in, and does.
+        """
+        going = set(asked.rows[drafting].tolist())
+        for index in np.flatnonzero(asked.rows != asked.origins).tolist():
+            row, origin, start = int(asked.rows[index]), int(asked.origins[index]), int(asked.starts[index])
+            shared = start // self._rows.block_size * self._rows.block_size
+            self._known[row] = known = max(int(self._known[origin]), shared)
+            if origin in going:
+                missing[index] = taken[index] = start - known
+                drafting[index] = True
 
     def _missing(self, row: int, start: int) -> int:
         """Returns how many of a row's tokens before `start` it has to take in, from `_known` on; -1 if it cannot: they
@@ -197,15 +219,20 @@ class DraftModel:
         return self.decoder.forward(inputs.token_ids(), inputs.batch(self._groups), self._caches)
 
     def _choose(
-        self, hidden: Tensor, which: NDArray[np.int32] | None, rows: NDArray[np.int32], ahead: int
+        self,
+        hidden: Tensor,
+        which: NDArray[np.int32] | None,
+        rows: NDArray[np.int32],
+        ahead: int,
+        ranks: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         """Returns a token for each of `rows`, `ahead` behind its next, from these hidden states; any, if there is none.
 
-        which: each row's; None: they are one for each.
+        which: each row's; None: they are one for each. ranks: behind so many better ones.
         """
         if which is not None and len(which) < hidden.shape[0]:
             hidden = hidden[self._rows.to_device(which.astype(np.int64))]
-        found = self.decoder.argmax(hidden) if self._sampler.only_argmax(rows) else None
+        found = self.decoder.argmax(hidden) if not ranks.any() and self._sampler.only_argmax(rows) else None
         if found is None:
-            found = self._sampler.guess(self.decoder.logits(hidden), rows, ahead)
+            found = self._sampler.guess(self.decoder.logits(hidden), rows, ahead, ranks)
         return np.maximum(found, 0)

@@ -39,20 +39,28 @@ class DraftSource(Protocol):
 
 
 class Asked(NamedTuple):
-    """The samples of a plan that ask for drafts; their rows, where the last known tokens stand, and how many drafts."""
+    """Holds which samples of a plan ask for drafts. Arrays are of these samples.
+
+    rows: where they run. origins: the rows whose tokens they sample, others than their own for branches.
+    starts: where the last known tokens stand. counts: how many drafts each asks for.
+    ranks: int64 [n, most drafts], which of the tokens at each place: 0 for the likeliest.
+    """
 
     samples: NDArray[np.int64]
     rows: NDArray[np.int32]
+    origins: NDArray[np.int32]
     starts: NDArray[np.int32]
     counts: NDArray[np.int32]
+    ranks: NDArray[np.int64]
 
 
 def asked_of(plan: StepPlan) -> Asked:
     """Returns which samples of a plan ask for drafts."""
     samples = np.flatnonzero(plan.max_accepted > 1)
-    return Asked(
-        samples, plan.sample_to[samples], plan.starts[plan.sample_from[samples]], plan.max_accepted[samples] - 1
-    )
+    at, counts = plan.sample_from[samples], plan.max_accepted[samples] - 1
+    ranks = np.zeros((len(samples), int(counts.max(initial=0))), np.int64)
+    ranks[np.arange(ranks.shape[1]) < counts[:, None]] = -1 - plan.draft_tokens
+    return Asked(samples, plan.rows[at], plan.sample_to[samples], plan.starts[at], counts, ranks)
 
 
 def with_drafts(
@@ -60,7 +68,7 @@ def with_drafts(
 ) -> tuple[StepPlan, int]:
     """Returns the plan with the drafts that stand in `tokens` [rows, positions] behind the last known ones of samples
     that are `drafting`, and without those of the others; and how many these were."""
-    samples, rows, starts, counts = asked
+    samples, rows, starts, counts = asked.samples, asked.rows, asked.starts, asked.counts
     without = samples[~drafting]
     max_accepted, query_lens = plan.max_accepted.copy(), plan.query_lens.copy()
     query_lens[plan.sample_from[without]] -= counts[~drafting]

@@ -19,7 +19,7 @@ from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.executor.backend import Backend
 from pagemill.executor.draft_source import DraftSource
 from pagemill.executor.interface import AdapterFacts, ExecutorFacts, GraphFacts, StepHandle
-from pagemill.executor.verification import Choose, Verified, verify
+from pagemill.executor.verification import Choose, Verified, logits_of, verify
 from pagemill.executor.worker import Worker
 from pagemill.kvcache.device_streams import DeviceStreams
 from pagemill.kvcache.layout import FrameShape
@@ -110,6 +110,8 @@ class LocalExecutor(Worker):
         if not len(plan.rows):
             return StepResult()
         undrafted, draft_work = set[int](), DraftWork()
+        if plan.branched:
+            self.rows.begin_branches(plan)
         if self.draft is not None:
             plan, undrafted, draft_work = self.draft.propose(plan)
         inputs = self.rows.inputs(plan.rows, plan.starts, plan.query_lens)
@@ -118,7 +120,8 @@ class LocalExecutor(Worker):
         if len(plan.draft_tokens):
             counts = plan.max_accepted - 1
             ends -= counts
-            self.rows.tokens[np.repeat(plan.sample_to, counts), _runs(ends, counts)] = plan.draft_tokens
+            rows = np.repeat(plan.rows[plan.sample_from], counts)
+            self.rows.tokens[rows, _runs(ends, counts)] = plan.draft_tokens
         only_argmax = self.sampler.only_argmax(plan.sample_to)
         on_layer = self.reading_ahead(plan.rows, inputs.context_lens)
         hidden = self.forward(inputs, inputs.token_ids(), on_layer, self._adapter_tokens(plan))
@@ -158,13 +161,15 @@ class LocalExecutor(Worker):
         self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32], ends: NDArray[np.int32], only_argmax: bool
     ) -> StepResult:
         """Samples; `ends` says by sample where its first token goes."""
-        if len(plan.sample_from) == 0:
-            return StepResult()
-        last, which, drafts = hidden, None, len(plan.draft_tokens)
-        if plan.forks or len(plan.sample_from) + drafts < hidden.shape[0]:
-            queries = query_start[plan.sample_from + 1] - plan.max_accepted
+        samples, drafts = len(plan.sample_from), len(plan.draft_tokens) > 0 or plan.branched
+        if samples == 0 or (plan.branched and plan.branches.all()):
+            return StepResult([[] for _ in range(samples)], [None] * samples)
+        last, which = hidden, None
+        counts = logits_of(plan)
+        if plan.forks or (counts.sum() if drafts else samples) < hidden.shape[0]:
+            queries = query_start[plan.sample_from + 1] - counts
             if drafts:
-                queries = _runs(queries, plan.max_accepted)
+                queries = _runs(queries, counts)
             if plan.forks:
                 queries, which = np.unique(queries, return_inverse=True)
             last = _take_rows(hidden, queries)
@@ -222,26 +227,29 @@ class LocalExecutor(Worker):
     def _allowed(self, plan: StepPlan, count: int, which: NDArray[np.int64] | None) -> AllowedOutputs | None:
         """Returns what grammars let come next at the hidden state of each sample's first token. Behind drafts nobody
         knows it yet; forks of one prompt share its state and, so far, their grammar."""
-        allowed = self.sampler.allowed(plan.sample_to)
+        own = ~plan.branches if plan.branched else slice(None)
+        allowed = self.sampler.allowed(plan.sample_to[own])
         if allowed is None:
             return None
         bits, of_samples = allowed
-        first = (
-            np.cumsum(plan.max_accepted) - plan.max_accepted if len(plan.draft_tokens) else np.arange(len(of_samples))
-        )
+        counts = logits_of(plan)
+        first = (np.cumsum(counts) - counts)[own]
         rows = np.full(count, -1, np.int64)
         rows[first if which is None else which[first]] = of_samples
         return AllowedOutputs(bits, rows)
 
     def _verify(self, plan: StepPlan, choose: Choose, ends: NDArray[np.int32]) -> Verified:
-        """Samples with drafts. If that fails half-way, the sampler forgets it all, so that rows may be run again."""
+        """Samples with drafts. If that fails half-way, the sampler forgets it all, so that rows may be run again.
+
+        ends: as of `_sample`.
+        """
         try:
             verified = verify(plan, choose)
         except Exception:
             self._forget_samples(plan, ends)
             raise
-        counts = np.array([len(accepted) for accepted in verified.tokens])
-        self.rows.tokens[plan.sample_to, ends + counts - 1] = [accepted[-1] for accepted in verified.tokens]
+        for row, end, accepted in zip(plan.sample_to.tolist(), ends.tolist(), verified.tokens, strict=True):
+            self.rows.tokens[row, end : end + len(accepted)] = accepted
         return verified
 
     def _forget_samples(self, plan: StepPlan, ends: NDArray[np.int32]) -> None:

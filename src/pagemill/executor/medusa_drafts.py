@@ -47,13 +47,13 @@ class MedusaDrafts:
         if not len(asked.samples):
             return plan, set(), DraftWork()
         begin = time.perf_counter()
-        drafting = self._ends[asked.rows] == asked.starts
+        drafting = self._ends[asked.origins] == asked.starts
         rows, starts, counts = asked.rows[drafting], asked.starts[drafting], asked.counts[drafting]
-        hidden = self._hidden[self._rows.to_device(rows.astype(np.int64))]
+        origins, ranks = asked.origins[drafting], asked.ranks[drafting]
         passes = int(counts.max(initial=0))
         for head in range(passes):
             going = np.flatnonzero(counts > head)
-            tokens = self._choose(head, hidden, going, rows[going])
+            tokens = self._choose(head, origins[going], ranks[going, head])
             self._rows.tokens[rows[going], starts[going] + 1 + head] = np.maximum(tokens, 0)
         plan, withdrawn = with_drafts(plan, asked, drafting, self._rows.tokens)
         seconds = time.perf_counter() - begin
@@ -72,10 +72,10 @@ class MedusaDrafts:
         self._hidden[to] = hidden[taken]
         self._ends[rows] = plan.starts[of_rows] + plan.query_lens[of_rows] + behind
 
-    def _choose(
-        self, head: int, hidden: Tensor, which: NDArray[np.int64], rows: NDArray[np.int32]
-    ) -> NDArray[np.int64]:
-        """Returns a head's guess for each of `rows`, whose hidden states are at these places; any, if there is none."""
-        if len(which) < len(hidden):
-            hidden = hidden[self._rows.to_device(which)]
-        return self._sampler.guess(self.heads.logits(head, hidden), rows, head)
+    def _choose(self, head: int, rows: NDArray[np.int32], ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns a head's guess for each of `rows`, that of so many better ones; any, if there is none."""
+        own, which = np.unique(rows, return_inverse=True)
+        logits = self.heads.logits(head, self._hidden[self._rows.to_device(own.astype(np.int64))])
+        if not np.array_equal(own, rows):
+            logits = logits[self._rows.to_device(which)]
+        return self._sampler.guess(logits, rows, head, ranks)

@@ -100,6 +100,16 @@ class Rows:
         for row, position, token_ids in plan.chosen_tokens:
             self.tokens[row, position : position + len(token_ids)] = token_ids
 
+    def begin_branches(self, plan: StepPlan) -> None:
+        """Gives rows of branches what their first queries read of the rows that they branch off: the tokens of the last
+        block, and the adapter."""
+        for sample in np.flatnonzero(plan.branches).tolist():
+            at, origin = int(plan.sample_from[sample]), int(plan.sample_to[sample])
+            row, start = int(plan.rows[at]), int(plan.starts[at])
+            last = slice(start // self.block_size * self.block_size, start + 1)
+            self.tokens[row, last] = self.tokens[origin, last]
+            self.adapter_numbers[row] = self.adapter_numbers[origin]
+
     def edit_tables(self, work: MemoryWork) -> None:
         if len(work.edit_row):
             self.tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame

@@ -242,7 +242,7 @@ class RequestState:
         if new.num_draft_tokens:
             metrics.drafts = metrics.drafts or DraftCounts()
             come = len(sequence.output.token_ids) - before
-            metrics.drafts.note(new.num_draft_tokens, min(new.num_accepted_tokens, come))
+            metrics.drafts.note(new.num_draft_tokens, new.draft_reach, min(new.num_accepted_tokens, come))
         if sequence.finished and self.finished:
             metrics.finished_time = now
         return stopped

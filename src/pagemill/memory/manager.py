@@ -141,6 +141,15 @@ class MemoryManager:
         """
         return reservation.fork(self.core, table, length)
 
+    def adopt(self, table: BlockTable, fork: BlockTable, now: float) -> None:
+        """Takes over what a fork of the table holds from its first token on, in the place of the table's own; closes
+        the fork.
+
+        To be called before either commits more: what the fork has written becomes the table's. Raises ValueError
+        unless both have the same committed tokens in the same blocks, but for the last one.
+        """
+        reservation.adopt(self.core, table, fork, now)
+
     def truncate(self, table: BlockTable, length: int) -> None:
         """Gives back all entries behind the first `length` tokens, reserved or committed.
 

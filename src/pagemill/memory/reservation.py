@@ -127,6 +127,24 @@ def truncate(core: MemoryCore, table: BlockTable, length: int) -> None:
     core.release(released, table.tenant)
 
 
+def adopt(core: MemoryCore, table: BlockTable, fork: BlockTable, now: float) -> None:
+    """Implements `MemoryManager.adopt`."""
+    tail = fork.length // core.block_size
+    if fork.length != table.length or any(
+        held[:tail] != other[:tail] for held, other in zip(table.blocks, fork.blocks, strict=True)
+    ):
+        raise ValueError(f"a table of {table.length} tokens cannot adopt what is no fork of it, of {fork.length}")
+    released = table.tail_first(tail)
+    for group, (held, other) in enumerate(zip(table.blocks, fork.blocks, strict=True)):
+        further = other[tail:]
+        core.edit(table, group, tail, core.frames_of(further) + [-1] * (len(held) - tail - len(further)))
+        held[tail:] = further
+        del other[tail:]
+    table.writable = 0
+    core.release(released, table.tenant)
+    close(core, fork, now)
+
+
 def close(core: MemoryCore, table: BlockTable, now: float, *, used: bool = True) -> None:
     """Implements `MemoryManager.close`."""
     if not used:

@@ -201,13 +201,21 @@ class Sampler:
         failed = self._follow(tokens, rows) if structured.any() else {}
         return Sampled(token_ids, [None] * len(token_ids), not_finite, np.flatnonzero(exhausted).tolist(), failed)
 
-    def guess(self, logits: torch.Tensor, rows: Rows, ahead: int) -> Ids:
+    @torch.inference_mode()
+    def guess(self, logits: torch.Tensor, rows: Rows, ahead: int, ranks: Ids | None = None) -> Ids:
         """Returns what `sample` would choose `ahead` tokens later if the logits there were these; it may be none.
 
         It draws with the random numbers of those tokens, so that of a distribution that is near the later one it
         chooses mostly the same. Penalties, grammars and other constraints are left out. Nothing is remembered.
+        ranks: by row, how many such choices are to be forbidden, one after the other, before the one that is returned;
+            `logits` is overwritten for that.
         """
         choices = self._choices(rows.astype(np.int64), ahead)
+        ranks = np.zeros(len(rows), np.int64) if ranks is None else ranks
+        for rank in range(int(ranks.max(initial=0))):
+            further = np.flatnonzero(ranks > rank)
+            chosen = np.maximum(self._kernels.choose(logits, further, choices.at(further)), 0)
+            logits[torch.from_numpy(further).to(logits.device), torch.from_numpy(chosen).to(logits.device)] = -torch.inf
         return self._kernels.choose(logits, np.arange(len(rows)), choices)
 
     def sample(self, logits: torch.Tensor, rows: Rows) -> Sampled:

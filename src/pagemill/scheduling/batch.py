@@ -8,22 +8,27 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pagemill.memory.manager import MemoryManager
 from pagemill.sampling.random import sequence_seed
-from pagemill.scheduling.sequence import Sequence
+from pagemill.scheduling.sequence import Branch, Sequence
 from pagemill.scheduling.step_plan import ChosenTokens, NewRow, StepPlan
 
 NONE: abc.Mapping[Sequence, list[int]] = {}
 
 
 class Entry(msgspec.Struct, gc=False):
-    """One row of a step in flight: the sequence, and which of its tokens are computed, the last `drafts` guesses."""
+    """One row of a step in flight: the sequence, and which of its tokens are computed, the last `drafts` guesses.
+
+    branch: the one whose row it is; None for the sequence's own.
+    """
 
     sequence: Sequence
     start: int
     end: int
     drafts: int
+    branch: Branch | None = None
 
 
 class Flight(NamedTuple):
@@ -87,17 +92,20 @@ class Batch:
     ) -> StepPlan:
         """Plans a step, which is in flight from now on.
 
-        planned: how many tokens each sequence computes. drafts: the last of these, where they are guesses. catch_up:
-        the most tokens that a draft model takes in of those that it has not yet.
+        planned: how many tokens each sequence computes. drafts: the last of these, where they are guesses; the
+        sequence's branches compute further ones. catch_up: the most tokens that a draft model takes in of those that it
+        has not yet.
         """
         entries: list[Entry] = []
         rows: list[int] = []
         starts: list[int] = []
+        query_lens: list[int] = []
         generates: list[bool] = []
         sample_from: list[int] = []
         sample_index: list[int] = []
         sample_to: list[int] = []
         max_accepted: list[int] = []
+        branches: list[int] = []
         new_rows: list[NewRow] = []
         prompt_logprobs: list[int] = []
         computed: list[int] = []
@@ -105,15 +113,16 @@ class Batch:
         pools_all: list[bool] = []
         draft_tokens: list[int] = []
         forks = False
-        for position, (sequence, count) in enumerate(planned.items()):
+        for sequence, count in planned.items():
             assert sequence.table is not None
-            row, start = sequence.row, sequence.scheduled
+            position, row, start = len(entries), sequence.row, sequence.scheduled
             generates.append(start >= sequence.prefill_len)
             end = sequence.scheduled = start + count
             guesses = drafts.get(sequence, ()) if drafts else ()
             entries.append(Entry(sequence, start, end, len(guesses)))
             rows.append(row)
             starts.append(start)
+            query_lens.append(count)
             known = len(sequence.tokens) + sequence.in_flight
             if sequence.table.row < 0:
                 self._memory.place(sequence.table, row)
@@ -144,6 +153,20 @@ class Batch:
                 sequence.in_flight += sequence.group is None
                 draft_tokens += guesses
                 sequence.open_ended = bool(guesses) or sequence.request.reads_answer
+            for branch in sequence.branches:
+                count = 1 + len(branch.drafts)
+                self._memory.place(branch.table, branch.row)
+                branches.append(len(sample_from))
+                sample_from.append(len(entries))
+                sample_index.append(sequence.index)
+                sample_to.append(row)
+                max_accepted.append(count)
+                draft_tokens += branch.drafts
+                entries.append(Entry(sequence, start, start + count, count - 1, branch))
+                rows.append(branch.row)
+                starts.append(start)
+                query_lens.append(count)
+                generates.append(True)
         self.steps += 1
         self.flights.append(Flight(self.steps, entries, list(zip(sample_from, sample_index, strict=True)), computed))
         freed, self._freed = self._freed, []
@@ -154,11 +177,12 @@ class Batch:
             work=self._memory.drain(self.steps),
             rows=np.fromiter(rows, np.int32, len(rows)),
             starts=np.fromiter(starts, np.int32, len(rows)),
-            query_lens=np.fromiter(planned.values(), np.int32, len(rows)),
+            query_lens=np.fromiter(query_lens, np.int32, len(rows)),
             generates=np.fromiter(generates, np.bool_, len(rows)),
             sample_from=np.fromiter(sample_from, np.int32, len(sample_from)),
             sample_to=np.fromiter(sample_to, np.int32, len(sample_to)),
             max_accepted=np.fromiter(max_accepted, np.int32, len(sample_to)),
+            branches=_marked(branches, len(sample_to)),
             draft_tokens=np.array(draft_tokens, np.int32),
             prompt_logprobs=np.fromiter(prompt_logprobs, np.int32, len(prompt_logprobs)),
             new_rows=new_rows,
@@ -167,8 +191,16 @@ class Batch:
             pooled=np.fromiter(pooled, np.int32, len(pooled)),
             pools_all=np.fromiter(pools_all, np.bool_, len(pooled)),
             forks=forks,
+            branched=bool(branches),
             catch_up=catch_up,
         )
+
+
+def _marked(places: list[int], count: int) -> NDArray[np.bool_]:
+    """Returns bool [count]: which are among these places."""
+    marked = np.zeros(count, np.bool_)
+    marked[places] = True
+    return marked
 
 
 def _new_row(sequence: Sequence, index: int, row: int) -> NewRow:

@@ -107,7 +107,7 @@ class BeamGroup:
 
         self._search = BeamSearch(request.beam, eos_token_ids, request.max_len - sequence.prompt_len)
         self._candidates: dict[Sequence, TokenLogprobs] = {}
-        self._branches = count(1)
+        self._numbers = count(1)
 
     def advance(self, sequence: Sequence, candidates: TokenLogprobs) -> list[tuple[Sequence, int]] | None:
         """Takes in one beam's likeliest next tokens. Returns None while those of other beams are to come.
@@ -131,9 +131,9 @@ class BeamGroup:
         """Returns finished sequences for all that the request's owner waits for: as many as the group is wide."""
         return [self.beams[0].ended(index) for index in range(self.width)]
 
-    def next_branch(self) -> int:
+    def next_number(self) -> int:
         """Returns an index that none of its sequences has had."""
-        return next(self._branches)
+        return next(self._numbers)
 
     def park(self, block_size: int) -> list[Sequence]:
         """Prepares a preemption: the first beam becomes the common beginning of all. Returns the others, which end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagemill.draft_counts import DraftCounts
 from pagemill.errors import NonFiniteLogitsError
-from pagemill.scheduling import forks, speculation
+from pagemill.scheduling import branches, forks, speculation
 from pagemill.scheduling.batch import Entry
 from pagemill.scheduling.sequence import Sequence, SequenceUpdate, Status
 from pagemill.scheduling.speculation import Drafter
@@ -40,7 +40,8 @@ class Commits:
         for position, entry in enumerate(entries):
             sequence, end = entry.sequence, entry.end
             if failed and position in failed:
-                updates += self.fail(sequence, failed[position], now)
+                if entry.branch is None:
+                    updates += self.fail(sequence, failed[position], now)
             elif sequence.status is not finished and not entry.drafts:  # else it is not known yet which are right
                 self._keep(sequence, entry.start, end)
         for position, of_prompt in result.prompt_logprobs.items():
@@ -54,7 +55,7 @@ class Commits:
         for sample, ((position, index), tokens, logprobs) in enumerate(samples):
             entry = entries[position]
             sequence = entry.sequence
-            if sequence.status is finished or (failed and position in failed):
+            if sequence.status is finished or (failed and position in failed) or not tokens:
                 continue
             if sequence.group is not None:
                 candidates = None if logprobs is None else logprobs[0]
@@ -69,19 +70,22 @@ class Commits:
             if sequence.request.pin is not None and sequence.table is not None:
                 state.pins.keep(sequence.request.request_id, sequence.table, now)
             accepted, reason, stop_reason = sequence.accept(tokens, self._eos)
-            proposed = right = 0
+            proposed = reach = right = 0
             if entry.drafts:
+                tree = branches.tree_of(flight, sample, len(tokens) - 1, result.undrafted)
+                if sequence.branches:
+                    branches.end(self._memory, state.batch, sequence, entry.branch, now)
                 self._keep_accepted(entry, len(accepted))
-                if sample not in result.undrafted:
-                    proposed, right = entry.drafts, min(len(tokens) - 1, len(accepted))
-                    self.drafts.note(proposed, right)
+                if tree is not None:
+                    proposed, reach, right = tree.drafts, tree.first, min(len(tokens) - 1, len(accepted))
+                    self.drafts.note(proposed, reach, right, tree.branches, tree.gained > 0)
                     if self.drafter is not None:
-                        self.drafter.verified(sequence, proposed, len(tokens) - 1)
+                        self.drafter.verified(sequence, tree)
             if reason is not None:
                 self.note_answer(sequence)
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
-            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, proposed, right))
+            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, proposed, reach, right))
         for position in flight.computed:
             sequence = entries[position].sequence
             if sequence.status is not finished and position not in failed:
@@ -106,7 +110,7 @@ class Commits:
         if plan.num_generating < plan.num_tokens:
             return
         withdrawn = self._draft_work.withdrawn
-        drafts = len(plan.draft_tokens) - withdrawn
+        drafts = len(plan.draft_tokens) + int(plan.branches.sum()) - withdrawn
         self.drafter.note_step(plan.num_tokens - withdrawn, drafts, accepted, seconds, self._draft_work)
 
     def fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:

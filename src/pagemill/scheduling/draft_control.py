@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
-
-from pagemill.scheduling.step_plan import DraftWork
+from typing import NamedTuple
 
 FADING = 1 / 64
 """What the last step counts in the line, beside all before it."""
@@ -30,24 +29,30 @@ ALLOWED_LOSS = 0.01
 """The share of the steps' time that wrong drafts may cost: they are tried again now and then."""
 MOST_LOST_STEPS = 2
 """The most steps' worth of time that is remembered as saved, to pay for later losses."""
-PASS_FADING = 1 / 16
-"""The weight of a draft model's last passes in their mean time, beside all before them."""
-CATCH_UP_FADING = 1 / 4
-"""The weight of the tokens that a draft model took in last, in their mean time, beside all before them."""
+
+
+class Fork(NamedTuple):
+    """One branch of a sequence's drafts: it leaves the first path `depth` drafts behind the last token, with the choice
+    that comes `rank` places behind the likeliest one, and has `length` drafts."""
+
+    depth: int
+    rank: int
+    length: int
 
 
 class Candidate:
     """One sequence's drafts: at most `most`, each right by `chance` if those before it were.
 
-    count: how many are verified.
+    count: how many are verified. forks: the branches beside them.
     """
 
-    __slots__ = ("chance", "count", "most")
+    __slots__ = ("chance", "count", "forks", "most")
 
     def __init__(self, chance: float, most: int) -> None:
         self.chance = chance
         self.most = most
         self.count = 0
+        self.forks: list[Fork] = []
 
 
 class Line:
@@ -144,66 +149,3 @@ class DraftControl:
             seconds += self._line.each
             follows = negated * candidate.chance if candidate.count < candidate.most else 0.0
             heapreplace(heap, (follows, index))
-
-
-class ModelDraftControl(DraftControl):
-    """Counts what a draft model takes as well: a pass for each further draft, over the rows that have it.
-
-    cost: of one of its tokens, as a multiple of the model's; what it takes is judged by that until it is measured.
-    """
-
-    def __init__(self, cost: float) -> None:
-        super().__init__()
-        self._cost = cost
-        self._passes: Line | None = None
-        self._caught_up_s: float | None = None
-
-    def note_work(self, work: DraftWork) -> None:
-        """Notes what the draft model did in a step."""
-        self._balance -= work.seconds
-        if work.passes:
-            rows, seconds = work.rows / work.passes, work.seconds / work.passes
-            self._passes = self._passes or Line(rows, seconds, self._cost * self._line.each)
-            self._passes.note(rows, seconds, PASS_FADING)
-        if work.caught_up:
-            seconds = work.catch_up_s / work.caught_up
-            before = seconds if self._caught_up_s is None else self._caught_up_s
-            self._caught_up_s = before + CATCH_UP_FADING * (seconds - before)
-
-    def catch_up_s(self, tokens: int) -> float:
-        """Returns the seconds in which the draft model takes in so many tokens of a sequence, before its drafts."""
-        each = self._cost * self._line.each if self._caught_up_s is None else self._caught_up_s
-        return tokens * each
-
-    def step_s(self, rows: int) -> float:
-        """Returns the seconds of a step without drafts."""
-        return self._line.at(rows)
-
-    def pays(self, chance: float, rows: int) -> bool:
-        if self._steps < PLAIN_STEPS or self._balance < 0:
-            return False
-        costs = ((count, count * self._line.each + self._pass_s(count)) for count in (1, rows))
-        return any(count * chance * self._line.at(rows) > MARGIN * cost * rows for count, cost in costs)
-
-    def choose(self, candidates: Sequence[Candidate], rows: int, most: int, limit_s: float = math.inf) -> None:
-        """Sets the drafts of each candidate, as `DraftControl.choose` does; draft after draft, as the passes go."""
-        left, tokens, seconds = min(most, self._reach), float(rows), self._line.at(rows)
-        going = [one for one in candidates if one.most]
-        depth = 0
-        while going:
-            depth += 1
-            gains = [(one.chance**depth, one) for one in going]
-            gains.sort(key=lambda gain: gain[0], reverse=True)
-            each = self._line.each + self._pass_s(2) - self._pass_s(1)
-            chosen = [gain for gain in gains[:left] if gain[0] * seconds > MARGIN * each * tokens]
-            cost = len(chosen) * self._line.each + self._pass_s(len(chosen))
-            gain = sum(chance for chance, _ in chosen)
-            if not chosen or gain * seconds <= MARGIN * cost * tokens or seconds + cost > limit_s:
-                return
-            tokens, seconds, left = tokens + gain, seconds + cost, left - len(chosen)
-            for _, one in chosen:
-                one.count = depth
-            going = [one for _, one in chosen if one.most > depth]
-
-    def _pass_s(self, rows: int) -> float:
-        return self._cost * self._line.at(rows) if self._passes is None else self._passes.at(rows)

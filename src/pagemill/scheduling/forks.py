@@ -32,7 +32,7 @@ def _share(state: SchedulerState, origin: Sequence, length: int, index: int, row
     child = Sequence(
         origin.request,
         index,
-        origin.rank._replace(branch=index),
+        origin.rank._replace(number=index),
         origin.tokens[:length],
         status=Status.RUNNING,
         digests=origin.digests[: length // state.memory.block_size],
@@ -59,7 +59,7 @@ def _fork_beam(state: SchedulerState, origin: Sequence, tokens: list[int]) -> Se
     else:
         row = state.batch.take_row()
         state.tenants[origin.request.tenant].rows += 1
-    child = _share(state, origin, origin.scheduled, origin.group.next_branch(), row)
+    child = _share(state, origin, origin.scheduled, origin.group.next_number(), row)
     child.tokens += tokens
     child.prefill_len = len(child.tokens) - 1
     state.name_blocks(child)

@@ -331,7 +331,7 @@ class Scheduler:
             self._compactor.step(state)
         self.tenants.serve(draft.planned)
         if self.drafter is not None:
-            speculation.add_drafts(state, draft, self.drafter)
+            speculation.add_drafts(state, draft, self.drafter, now)
         return state.batch.plan(draft.planned, draft.drafts, draft.catch_up)
 
     def expire(self, now: float) -> float:

@@ -37,7 +37,7 @@ class Rank(NamedTuple):
 
     due: float
     arrival: int
-    branch: int
+    number: int
 
 
 class Status(Enum):
@@ -105,6 +105,19 @@ class Request:
         return ("n", self.params.n) if self.beam is None else ("beam_width", self.beam.beam_width)
 
 
+class Branch(NamedTuple):
+    """Holds a further path of a sequence's drafts, while the step that verifies it is in flight.
+
+    table: forks off the sequence's at its last token. row: where it runs. drafts: as of a plan. leaves_at: how many of
+    them are those of the first path.
+    """
+
+    table: BlockTable
+    row: int
+    drafts: list[int]
+    leaves_at: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One line of tokens. Waiting, it holds nothing; running, a row and a block table.
@@ -140,6 +153,8 @@ class Sequence:
     """When it first entered a step."""
     drafting: Drafting | ModelDrafting | None = None
     """What is known of its drafts, while it runs."""
+    branches: list[Branch] = field(default_factory=list)
+    """Further paths of its drafts, in the step in flight."""
     group: BeamGroup | None = None
     """The beams among which it is one."""
     residency: Residency | None = None
@@ -233,7 +248,8 @@ class SequenceUpdate(msgspec.Struct, gc=False):
     """Holds what a step brought for one sequence.
 
     The tokens that it accepted, with their log probabilities if it asked for them; its end; how many drafts were
-    verified, and how many of these were right; or what a beam search has ended with.
+    verified, how many tokens ahead they reached, and how many of these were right; or what a beam search has ended
+    with.
     """
 
     sequence: Sequence
@@ -242,6 +258,7 @@ class SequenceUpdate(msgspec.Struct, gc=False):
     finish_reason: str | None
     stop_reason: int | None = None
     proposed: int = 0
+    reach: int = 0
     right: int = 0
     error: Exception | None = None
     hypothesis: Hypothesis | None = None

@@ -1,9 +1,9 @@
 """Speculation: which rows of a step carry drafts, within what the step and the memory have left.
 
 A row that generates computes its last token; with drafts behind it, one pass over the weights computes those as well,
-and what the model says after each is compared with the next. Drafts take only what nobody else wants: the rest of a
-step's budget, and blocks that are free or cached, which are given back with the step. So no sequence is preempted, kept
-waiting or admitted because of them.
+and what the model says after each is compared with the next. Drafts may branch (`branches`). They take only what nobody
+else wants: the rest of a step's budget, free rows, and blocks that are free or cached, which are given back with the
+step. So no sequence is preempted, kept waiting or admitted because of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from pagemill.memory.manager import MemoryManager
+from pagemill.scheduling import branches
 from pagemill.scheduling.answer_cache import AnswerCache
+from pagemill.scheduling.branches import Tree
 from pagemill.scheduling.controller import CALM
 from pagemill.scheduling.draft_control import Candidate, DraftControl
 from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chances
@@ -39,22 +41,24 @@ class Drafter(Protocol):
 
     def propose(
         self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
-    ) -> dict[Sequence, list[int]]:
-        """Returns drafts, at least one for each sequence that gets any; -1 for each that the device shall propose.
+    ) -> dict[Sequence, list[list[int]]]:
+        """Returns paths of drafts, as of a plan, none empty, for each sequence that gets any. All but the first are no
+        longer than that, and leave it somewhere.
 
-        room: by sequence, the most drafts that it may get. rows: how many rows generate in the step. budget: the most
-        drafts of all. limit_s: the longest that the step should take.
+        room: by sequence, the most drafts that it may get on a path. rows: how many rows generate in the step. budget:
+        the most tokens that the step computes for drafts, a further one for each path but the first. limit_s: the
+        longest that the step should take.
         """
 
-    def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
-        """Is told how many of a sequence's drafts were right."""
+    def verified(self, sequence: Sequence, tree: Tree) -> None:
+        """Is told which of a sequence's drafts were right."""
 
     def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:
         """Is told how long a step took in which all of its query tokens, drafts among them, were generating rows', how
         many of the drafts were right, and what the draft model did in it."""
 
 
-def add_drafts(state: SchedulerState, draft: StepDraft, drafter: Drafter) -> None:
+def add_drafts(state: SchedulerState, draft: StepDraft, drafter: Drafter, now: float) -> None:
     """Adds drafts to a step that is planned otherwise."""
     room, rows = {}, 0
     for sequence, count in draft.planned.items():
@@ -66,10 +70,14 @@ def add_drafts(state: SchedulerState, draft: StepDraft, drafter: Drafter) -> Non
     if not room or draft.budget < 1 or (rows < len(draft.planned) and limit_s < math.inf):
         return
     draft.catch_up = draft.budget
-    for sequence, tokens in drafter.propose(room, rows, draft.budget, limit_s).items():
-        fitting = tokens[: _reserve(state.memory, sequence, len(tokens))]
+    proposed = drafter.propose(room, rows, draft.budget, limit_s)
+    for sequence, (first, *_) in proposed.items():
+        fitting = first[: _reserve(state.memory, sequence, len(first))]
         if fitting:
             draft.add_drafts(sequence, fitting)
+    for sequence, (first, *others) in proposed.items():
+        if others and draft.drafts.get(sequence) == first and not state.batch.flights:
+            _branch(state, draft, sequence, others, now)
 
 
 def give_back(state: SchedulerState, sequence: Sequence, length: int) -> None:
@@ -78,6 +86,16 @@ def give_back(state: SchedulerState, sequence: Sequence, length: int) -> None:
     assert table is not None
     if table.num_entries > -(-length // state.memory.block_size):
         state.memory.truncate(table, length)
+
+
+def _branch(state: SchedulerState, draft: StepDraft, sequence: Sequence, paths: list[list[int]], now: float) -> None:
+    """Adds branches to what is drafted for a sequence, as far as budget, rows and blocks go."""
+    for path in paths:
+        if len(path) >= draft.budget:
+            return
+        if not branches.begin(state.memory, state.batch, sequence, draft.drafts[sequence], path, now):
+            return
+        draft.budget -= 1 + len(path)
 
 
 def _most_drafts(sequence: Sequence) -> int:
@@ -112,7 +130,7 @@ class NgramDrafter:
 
     def propose(
         self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
-    ) -> dict[Sequence, list[int]]:
+    ) -> dict[Sequence, list[list[int]]]:
         if not self.may_draft(rows):
             return {}
         found: list[tuple[Sequence, Drafting, Match, Candidate]] = []
@@ -131,7 +149,7 @@ class NgramDrafter:
             sequence: drafting.draft(sequence.tokens, match, candidate.count)
             for sequence, drafting, match, candidate in found
         }
-        return {sequence: drafts for sequence, drafts in proposed.items() if drafts}
+        return {sequence: [drafts] for sequence, drafts in proposed.items() if drafts}
 
     def _begin(self, sequence: Sequence) -> Drafting:
         table = self._prompt_table(sequence.request)
@@ -141,9 +159,9 @@ class NgramDrafter:
         request.ngrams = request.ngrams or NgramTable(0, self._lengths)
         return request.ngrams
 
-    def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+    def verified(self, sequence: Sequence, tree: Tree) -> None:
         if isinstance(sequence.drafting, Drafting):
-            sequence.drafting.verified(proposed, accepted)
+            sequence.drafting.verified(tree.first, tree.right)
 
     def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:
         self._control.note_step(tokens, drafts, seconds, accepted)

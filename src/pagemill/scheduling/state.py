@@ -9,6 +9,7 @@ from dataclasses import InitVar, dataclass, field
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
+from pagemill.scheduling import branches
 from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.forecast import AnswerLengths
@@ -20,8 +21,9 @@ from pagemill.scheduling.waiting import PendingPrefixes, WaitingQueue
 
 @dataclass(eq=False, repr=False)
 class SchedulerState:
-    """Invariants: a running sequence has a table and a row, and no other has; `running` is sorted by rank; rows in use
-    and free rows add up to `max_num_seqs`; a request is in `requests` until its last sequence has finished.
+    """Invariants: a running sequence has a table and a row, and no other has; `running` is sorted by rank; rows in use,
+    those of branches among them, and free rows add up to `max_num_seqs`; a request is in `requests` until its last
+    sequence has finished.
 
     running:  sequences with a row, by rank.
     requests: all sequences that have not finished, by request.
@@ -96,6 +98,7 @@ class SchedulerState:
     def stop(self, sequence: Sequence, now: float) -> None:
         """Takes a running sequence's row, blocks and claims away."""
         assert sequence.table is not None
+        branches.end(self.memory, self.batch, sequence, None, now)
         sequence.residency = self.memory.residency(sequence.table)
         self.memory.close(sequence.table, now)
         self.refused = None
@@ -147,7 +150,7 @@ class StepDraft:
     """A step while it is planned: how many tokens of which sequence run, and how many more may.
 
     scored: how many more tokens of prompts may run of which log probabilities are asked for.
-    drafts: those that are verified behind a sequence's last token, counted in `planned`.
+    drafts: those that are verified behind a sequence's last token, counted in `planned`; not those of branches.
     catch_up: the most tokens that a draft model takes in of those that it has not yet.
     paced: how many more tokens of prompts of some tenants may run.
     """

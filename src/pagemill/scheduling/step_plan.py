@@ -49,14 +49,18 @@ class StepPlan:
     starts      int32 [n]  position of the first query token (tokens already in the KV cache)
     query_lens  int32 [n]  query tokens of each row, at least 1
     sample_from int32 [m]  index into `rows`: whose last query token's logits are sampled, and those before its drafts
-    sample_to   int32 [m]  persistent row that gets the sampled tokens (not rows[sample_from] for a forked child)
+    sample_to   int32 [m]  persistent row that gets the sampled tokens (not rows[sample_from] for a forked child, or a
+                           branch)
     max_accepted int32 [m] how many tokens the sample may accept: 1, and 1 for each of its drafts
+    branches    bool  [m]  whether the sample is another path of the drafts of the one before it, or of that one's: one
+                           of all these accepts tokens, for all of them
     draft_tokens int32 [d] the drafts of all samples, one after the other: a row's last query tokens, if it has any;
-                           -1 for each that the device's draft model shall propose
+                           -1 for each that the device shall propose, -2 for the second likeliest token, and so on
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
     pooled      int32 [p]  indices into `rows` whose hidden states are wanted: of each a vector
     pools_all   bool  [p]  whether that is the sum over all query tokens; else it is the last one's
     forks       whether several samples may be of one row; if not, `sample_from` rises
+    branched    whether any of `branches` may be true
     catch_up    the most tokens that the draft model takes in of those that it has not yet
 
     Edits (`new_rows`, `freed_rows`, `chosen_tokens`, `work`) are applied once, in the order freed, new, chosen, work;
@@ -72,6 +76,7 @@ class StepPlan:
     sample_from: NDArray[np.int32]
     sample_to: NDArray[np.int32]
     max_accepted: NDArray[np.int32]
+    branches: NDArray[np.bool_]
     prompt_logprobs: NDArray[np.int32]
     new_rows: list[NewRow] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)
@@ -80,6 +85,7 @@ class StepPlan:
     pooled: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     pools_all: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     forks: bool = False
+    branched: bool = False
     catch_up: int = 0
 
     @property
@@ -92,7 +98,10 @@ class StepPlan:
         return int(self.query_lens[self.generates].sum())
 
     def select(self, begin: int, end: int) -> StepPlan:
-        """Returns the part of this step that runs rows[begin:end], without edits, which have been applied by then."""
+        """Returns the part of this step that runs rows[begin:end], without edits, which have been applied by then.
+
+        A branch whose sample is in another part runs in vain.
+        """
         samples = (self.sample_from >= begin) & (self.sample_from < end)
         logprobs = (self.prompt_logprobs >= begin) & (self.prompt_logprobs < end)
         pooled = (self.pooled >= begin) & (self.pooled < end)
@@ -105,6 +114,7 @@ class StepPlan:
             sample_from=self.sample_from[samples] - begin,
             sample_to=self.sample_to[samples],
             max_accepted=self.max_accepted[samples],
+            branches=self.branches[samples],
             draft_tokens=self.draft_tokens[np.repeat(samples, self.max_accepted - 1)],
             prompt_logprobs=self.prompt_logprobs[logprobs] - begin,
             pooled=self.pooled[pooled] - begin,
@@ -132,6 +142,7 @@ class StepPlan:
             sample_from=places[samples],
             sample_to=self.sample_to[samples],
             max_accepted=self.max_accepted[samples],
+            branches=self.branches[samples],
         )
         return ordered, samples
 
@@ -170,7 +181,7 @@ class StepResult:
     """Holds what a plan, or a part of one, brought. Indices are those of the plan that was run.
 
     tokens: by sample, the accepted tokens in order; at least one, at most the plan's `max_accepted`; none where the row
-        failed. All but the last are drafts, whose K/V are in the cache.
+        failed, or another path of its drafts was followed. All but the last are drafts, whose K/V are in the cache.
     logprobs: by sample, one entry for each accepted token; None where the row did not ask for any.
     failed: by row, what went wrong with that row alone.
     prompt_logprobs: by row, for each query token that another prompt token follows, log probabilities of that token.
@@ -195,14 +206,31 @@ class StepResult:
     def check(self, plan: StepPlan) -> None:
         """Raises ValueError unless there is a result for each of the plan's samples, with as many tokens as it may
         accept and as many log probabilities as tokens."""
-        samples = zip(plan.sample_from.tolist(), plan.max_accepted.tolist(), self.tokens, self.logprobs, strict=True)
-        for row, limit, tokens, logprobs in samples:
-            least, most = (0, 0) if row in self.failed else (1, limit)
+        limits = plan.max_accepted.tolist()
+        samples = [*zip(plan.sample_from.tolist(), limits, self.tokens, self.logprobs, strict=True)]
+        followed = self._followed(plan)
+        for sample, (row, limit, tokens, logprobs) in enumerate(samples):
+            least, most = (1, limit) if sample in followed and row not in self.failed else (0, 0)
             if not least <= len(tokens) <= most or (logprobs is not None and len(logprobs) != len(tokens)):
                 raise ValueError(
                     f"the device accepted {len(tokens)} tokens with {0 if logprobs is None else len(logprobs)} log "
                     f"probabilities in row {plan.rows[row]}, which may accept {least} to {most}"
                 )
+
+    def _followed(self, plan: StepPlan) -> set[int]:
+        """Returns the samples that are to have tokens: each that is no branch, or in its place the branch that has
+        some."""
+        if not plan.branched:
+            return {*range(len(self.tokens))}
+        found: list[int] = []
+        failed = False
+        for sample, is_branch in enumerate(plan.branches.tolist()):
+            if not is_branch:
+                found.append(sample)
+                failed = int(plan.sample_from[sample]) in self.failed
+            elif self.tokens[sample] and found and not self.tokens[found[-1]] and not failed:
+                found[-1] = sample
+        return set(found)
 
     def join(self, other: StepResult, rows: int) -> StepResult:
         """Returns the result of a plan whose first `rows` rows brought this and whose others brought `other`."""
