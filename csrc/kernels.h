@@ -51,6 +51,13 @@ struct QuantizedSource {
     const float* bias = nullptr;                          // [n] or null
 };
 
+// A weight as a GGUF file has it: rows of whole blocks of the format of this number.
+struct StoredWeight {
+    int format = 0;
+    const void* blocks = nullptr;
+    int64_t n = 0, k = 0;
+};
+
 // A weight, before it is packed, that is scale * value + low in fp32, where scale * value is exact: values uint8 [n,
 // k], each below 16 with affine4; scale and low [n, k / 32], with fine8 [n, k / 16]; k % 32 = 0.
 struct AffineSource {
@@ -276,6 +283,15 @@ struct Kernels {
     bool (*pack_quantized)(PackedLinear&, const QuantizedSource&) = nullptr;
     // A weight [n, k], finite, rounded to the values [n, k] and scales [n, ceil(k / 192)] of an int8 QuantizedSource.
     void (*quantize_int8)(const void* weight, DType, int64_t n, int64_t k, int8_t* values, uint16_t* scales) = nullptr;
+    // Widens `weights` (whole blocks) of a GGUF tensor to fp32. False, here and below: no such format.
+    bool (*dequantize)(int format, const void* blocks, float* out, int64_t weights) = nullptr;
+    // Bytes of k weights of such a tensor; 0 for no such format, or weights that are no whole blocks.
+    int64_t (*stored_bytes)(int format, int64_t k) = nullptr;
+    // The same rounded as by quantize_int8; `finite` [n] says which rows are, of the others nothing is known.
+    bool (*round_stored)(const StoredWeight&, int8_t* values, uint16_t* scales, bool* finite) = nullptr;
+    // A weight in a format of 4 bits as the parts of an int4 QuantizedSource; `finite` likewise.
+    bool (*keep_int4)(const StoredWeight&, uint8_t* values, int16_t* slopes, int16_t* offsets, uint16_t* scales,
+                      bool* finite) = nullptr;
     bool (*pack_affine)(PackedLinear&, const AffineSource&) = nullptr;
     // What a weight of this n, k, type and format takes here, with a bias.
     PackedBytes (*packed_bytes)(const PackedLinear&) = nullptr;
@@ -342,9 +358,5 @@ void copy_frames(void* base, int64_t pieces, int64_t piece_stride, int64_t frame
 
 // Copies sources[i] to targets[i], `bytes` bytes each, in any order, by all threads.
 void copy_records(void* const* targets, const void* const* sources, int64_t count, int64_t bytes);
-
-// Widens `weights` (whole blocks) of a GGUF tensor in the format of this number to fp32; false: a format that is not
-// known.
-bool dequantize(int format, const void* blocks, float* out, int64_t weights);
 
 }  // namespace pagemill

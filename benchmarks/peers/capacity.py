@@ -41,7 +41,7 @@ def measure_engine(name: str, text: list[int], limits: Limits, arguments: argpar
     rows: list[dict[str, Any]] = []
     pieces = 0
     log = arguments.out.parent / f"{arguments.out.name}-{name}.log"
-    with EngineProcess(ENGINES[name], log) as engine:
+    with EngineProcess(ENGINES[name], log, model_paths()) as engine:
 
         def holds(rate: float) -> bool:
             nonlocal pieces

@@ -39,6 +39,11 @@ class EngineSetup:
     """Environment variables of its process."""
 
     @property
+    def runs_any_gguf(self) -> bool:
+        """Returns whether it needs no other form of a model, as is made when peers are installed."""
+        return self.adapter in ("pagemill", "llamacpp")
+
+    @property
     def python(self) -> Path:
         return Path(sys.executable) if self.environment is None else PEERS / self.environment / "bin/python"
 
@@ -89,7 +94,10 @@ ENGINES = {
 }
 
 
-def model_paths() -> dict[str, str]:
+def model_paths(gguf: Path | None = None) -> dict[str, str]:
+    """Returns the model's name and its files by form. gguf: another model's."""
+    if gguf is not None:
+        return {"name": gguf.stem, "gguf": str(gguf.resolve())}
     return {"name": MODEL, "gguf": str(REGISTRY[MODEL].file), "checkpoint": str(CHECKPOINT),
             "openvino": str(OPENVINO_MODEL)}  # fmt: skip
 

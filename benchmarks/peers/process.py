@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-from benchmarks.peers.engines import EngineSetup, model_paths, process_environment
+from benchmarks.peers.engines import EngineSetup, process_environment
 from benchmarks.peers.machine import resident_bytes
 from benchmarks.peers.workloads import Workload
 
@@ -32,13 +32,13 @@ class EngineTooSlow(EngineFailed):
 
 
 class EngineProcess:
-    """Runs an engine, as a context manager. What it prints goes to `log`.
+    """Runs an engine, as a context manager. What it prints goes to `log`. model: as `model_paths` gives it.
 
     description: of its version and configuration; first_token_s: from the start of the process to one token.
     Raises EngineFailed, from anywhere; after that it is of no more use.
     """
 
-    def __init__(self, setup: EngineSetup, log: Path) -> None:
+    def __init__(self, setup: EngineSetup, log: Path, model: dict[str, str]) -> None:
         self.log = log
         self._events, write = os.pipe()
         self._lines: list[bytes] = []
@@ -62,7 +62,7 @@ class EngineProcess:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._events, selectors.EVENT_READ)
         try:
-            self._tell({"model": model_paths(), "settings": setup.settings})
+            self._tell({"model": model, "settings": setup.settings})
             ready = self._next_event(time.monotonic() + START_LIMIT_S)
         except BaseException:
             self.close()

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -156,6 +157,21 @@ Linear::Linear(const Input& values, Format format, DType type) {
     weight.format = format;
 }
 
+static void check_format(bool known, int format) {
+    if (!known)
+        throw std::invalid_argument("no rows of whole blocks have the GGUF format of number " + std::to_string(format));
+}
+
+// The blocks of a weight that becomes `values` [n, k].
+static StoredWeight stored_weight(int format, const Input& blocks, const Output& values) {
+    if (values.ndim() != 2)
+        throw std::invalid_argument("values have 2 dimensions, not " + std::to_string(values.ndim()));
+    const int64_t n = int64_t(values.shape(0)), k = int64_t(values.shape(1));
+    const int64_t bytes = kernels().stored_bytes(format, k);
+    check_format(bytes > 0, format);
+    return {.format = format, .blocks = elements<uint8_t>("blocks", blocks, {n * bytes}), .n = n, .k = k};
+}
+
 void bind_linear(nb::module_& m) {
     m.def(
         "dequantize",
@@ -164,10 +180,38 @@ void bind_linear(nb::module_& m) {
             const auto* stored = elements<uint8_t>("blocks", blocks, {kAny});
             auto* wide = elements<float>("out", out, {weights});
             Run run;
-            if (!dequantize(format, stored, wide, weights))
-                throw std::invalid_argument("no GGUF format has the number " + std::to_string(format));
+            check_format(kernels().dequantize(format, stored, wide, weights), format);
         },
         "From whole blocks of a GGUF format, by its number, to fp32.");
+    m.def(
+        "round_stored",
+        [](int format, const Input& blocks, const Output& values, const Output& scales) {
+            const StoredWeight weight = stored_weight(format, blocks, values);
+            auto* rounded = elements<int8_t>("values", values, {weight.n, weight.k});
+            void* of_groups = elements("scales", scales, kBfloat16, {weight.n, (weight.k + 191) / 192});
+            const std::unique_ptr<bool[]> finite(new bool[weight.n]);
+            Run run;
+            auto* each = static_cast<uint16_t*>(of_groups);
+            check_format(kernels().round_stored(weight, rounded, each, finite.get()), format);
+            return std::all_of(finite.get(), finite.get() + weight.n, [](bool is) { return is; });
+        },
+        "Rounds blocks of a GGUF format to 8 bits; returns whether all are finite. See kernels.h.");
+    m.def(
+        "keep_int4",
+        [](int format, const Input& blocks, const Output& values, const Output& slopes, const Output& offsets,
+           const Output& scales) {
+            const StoredWeight weight = stored_weight(format, blocks, values);
+            auto* whole = elements<uint8_t>("values", values, {weight.n, weight.k});
+            auto* slope = elements<int16_t>("slopes", slopes, {weight.n, weight.k / 32});
+            auto* offset = elements<int16_t>("offsets", offsets, {weight.n, weight.k / 32});
+            void* of_groups = elements("scales", scales, kBfloat16, {weight.n, (weight.k + 191) / 192});
+            const std::unique_ptr<bool[]> finite(new bool[weight.n]);
+            Run run;
+            auto* each = static_cast<uint16_t*>(of_groups);
+            check_format(kernels().keep_int4(weight, whole, slope, offset, each, finite.get()), format);
+            return std::all_of(finite.get(), finite.get() + weight.n, [](bool is) { return is; });
+        },
+        "Takes blocks of a GGUF format of 4 bits apart; returns whether all are finite. See kernels.h.");
     m.def(
         "quantize_int8",
         [](const Input& weight, const Output& values, const Output& scales) {

@@ -13,6 +13,7 @@
 #include "low_rank.h"
 #include "round_weights.h"
 #include "sampling.h"
+#include "stored_weights.h"
 #endif
 
 namespace pagemill {
@@ -59,6 +60,10 @@ constexpr Kernels table{.isa = NAME(PAGEMILL_ISA),
                         .pack_linear = pack_linear,
                         .pack_quantized = pack_quantized,
                         SHARED(quantize_int8, quantize_int8),
+                        SHARED(dequantize, dequantize),
+                        SHARED(stored_bytes, stored_bytes),
+                        SHARED(round_stored, round_stored),
+                        SHARED(keep_int4, keep_int4),
                         .pack_affine = pack_affine,
                         .packed_bytes = packed_bytes,
                         .linear = linear_of_any_format,

@@ -315,13 +315,12 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
         if (packed.format == Format::int8) return pack_lines(packed, from, panel);
         for (int64_t step = 0; step < steps; ++step) std::memset(at(step), 0, step_bytes(packed));
         for (int64_t lane = 0; lane < filled; ++lane) {
-            const int64_t row = panel * kPanel + lane;
-            for (int64_t j = 0; j < k; ++j) {
-                const int64_t half = row * (k / kHalfK) + j / kHalfK;
-                ((PackedStep*)at(j / kStepK))
-                    ->put(lane, int(j % kStepK), ((const uint8_t*)from.values)[row * k + j],
-                          uint16_t(from.slopes[half]), uint16_t(from.offsets[half] + kRaised * 256));
-            }
+            const int64_t first = (panel * kPanel + lane) * (k / kHalfK);
+            for (int64_t half = 0; half < k / kHalfK; ++half)
+                ((PackedStep*)at(half / 2))
+                    ->put_half(int(lane), int(half % 2), (const uint8_t*)from.values + (first + half) * kHalfK,
+                               uint16_t(from.slopes[first + half]),
+                               uint16_t(from.offsets[first + half] + kRaised * 256));
         }
     };
     parallel(panels, pack);

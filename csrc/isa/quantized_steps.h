@@ -14,10 +14,15 @@ struct PackedStep {
     struct { uint16_t slope[kPanel], offset[kPanel]; } half[2];
     uint16_t q[8][2 * kPanel];
 
-    void put(int lane, int k, int value, uint16_t slope, uint16_t offset) {
-        half[k / kHalfK].slope[lane] = slope;
-        half[k / kHalfK].offset[lane] = offset;
-        q[k / 8][lane * 2 + k % 4 / 2] |= uint16_t(value << shift(k));
+    // The 32 k of a half.
+    void put_half(int lane, int h, const uint8_t* values, uint16_t slope, uint16_t offset) {
+        half[h].slope[lane] = slope;
+        half[h].offset[lane] = offset;
+        for (int i = 0; i < 4; ++i, values += 8)
+            for (int j = 0; j < 2; ++j) {
+                const uint8_t* v = values + 2 * j;
+                q[4 * h + i][lane * 2 + j] = uint16_t(v[0] | v[1] << 4 | v[4] << 8 | v[5] << 12);
+            }
     }
     int weight(int lane, int k) const {
         const int value = q[k / 8][lane * 2 + k % 4 / 2] >> shift(k) & 15;

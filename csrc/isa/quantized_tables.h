@@ -18,11 +18,13 @@ struct alignas(64) PackedStep {
         uint8_t q[4][kLanes][16];  // k 0 .. 15 in lower halves of a byte, k 16 .. 31 in upper ones
     } half[2];
 
-    void put(int output, int k, int value, uint16_t slope, uint16_t offset) {
-        Half& of = half[k / kHalfK];
+    // The 32 k of a half.
+    void put_half(int output, int h, const uint8_t* values, uint16_t slope, uint16_t offset) {
+        Half& of = half[h];
         of.lane[output / 4].slope[output % 4] = slope;
         of.lane[output / 4].offset[output % 4] = offset;
-        of.q[output % 4][output / 4][k % 16] |= uint8_t(value << shift(k));
+        uint8_t* to = of.q[output % 4][output / 4];
+        for (int i = 0; i < 16; ++i) to[i] = uint8_t(values[i] | values[i + 16] << 4);
     }
     int weight(int output, int k) const {
         const Half& of = half[k / kHalfK];

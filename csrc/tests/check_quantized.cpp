@@ -75,6 +75,50 @@ void check_rounding() {
     }
 }
 
+void check_stored() {
+    where = "stored weights";
+    struct Stored { int format, weights, bytes, scale, scales; };
+    const Stored stored = one_of<Stored>({{2, 32, 18, 0, 1},
+                                          {3, 32, 20, 0, 2},
+                                          {6, 32, 22, 0, 1},
+                                          {7, 32, 24, 0, 2},
+                                          {8, 32, 34, 0, 1},
+                                          {12, 256, 144, 0, 2},
+                                          {13, 256, 176, 0, 2},
+                                          {14, 256, 210, 208, 1}});
+    const int64_t n = 1 + below(20), blocks = 1 + below(5), k = blocks * stored.weights, groups = (k + 191) / 192;
+    const Array<uint8_t> from(n * blocks * stored.bytes);
+    for (int64_t i = 0; i < n * blocks * stored.bytes; ++i) from[i] = uint8_t(random_source());
+    for (int64_t b = 0; b < n * blocks; ++b)
+        for (int i = 0; i < stored.scales; ++i) {  // of magnitudes below 2
+            uint8_t& upper = from[b * stored.bytes + stored.scale + 2 * i + 1];
+            upper = uint8_t((upper & 0x80) | below(0x40));
+        }
+    const StoredWeight weight{.format = stored.format, .blocks = from.data(), .n = n, .k = k};
+    if (kernels().stored_bytes(stored.format, k) != blocks * stored.bytes) std::abort();
+    const Array<float> wide(n * k);
+    const Array<int8_t> values(n * k);
+    const Array<int16_t> slopes(n * (k / 32)), offsets(n * (k / 32));
+    const Array<bool> finite(n);
+    Numbers scales(n * groups, DType::bf16);
+    if (!kernels().dequantize(stored.format, from.data(), wide.data(), n * k)) std::abort();
+    for (const bool int4 : {false, true}) {
+        auto* of_groups = static_cast<uint16_t*>(scales.data());
+        const bool known = int4 ? kernels().keep_int4(weight, reinterpret_cast<uint8_t*>(values.data()), slopes.data(),
+                                                      offsets.data(), of_groups, finite.data())
+                                : kernels().round_stored(weight, values.data(), of_groups, finite.data());
+        if (known != (!int4 || stored.bytes * 8 / stored.weights == 4 || stored.format == 3)) std::abort();
+        for (int64_t i = 0; known && i < n * k; ++i) {
+            const double scale = scales.get(i / k * groups + i % k / 192);
+            const int64_t half = i / 32;
+            const auto lines = int8_t(uint16_t(slopes[half] * uint8_t(values[i]) + offsets[half]) >> 8);
+            const double whole = int4 ? double(lines) : double(values[i]);
+            if (!finite[i / k]) std::abort();
+            expect(whole * scale, wide[i], (int4 ? 0.54 : 0.501) * scale);
+        }
+    }
+}
+
 void check_dequantize() {
     where = "dequantize";
     const int64_t blocks = 1 + below(3000);
@@ -86,7 +130,7 @@ void check_dequantize() {
         at[1] = 0x38;  // 0.5
         for (int i = 0; i < 32; ++i) at[2 + i] = uint8_t(random_source());
     }
-    if (!dequantize(8, stored.data(), wide.data(), blocks * 32)) std::abort();
+    if (!kernels().dequantize(8, stored.data(), wide.data(), blocks * 32)) std::abort();
     for (int64_t i = 0; i < blocks * 32; ++i) expect(wide[i], 0.5 * int8_t(stored[i / 32 * 34 + 2 + i % 32]), 0);
     for (const auto& [format, bytes, weights] : {std::tuple{2, 18, 32},
                                                  {3, 20, 32},
@@ -97,7 +141,7 @@ void check_dequantize() {
                                                  {14, 210, 256}}) {
         const Array<uint8_t> all(bytes * 9);
         const Array<float> out(weights * 9);
-        if (!dequantize(format, all.data(), out.data(), weights * 9)) std::abort();
+        if (!kernels().dequantize(format, all.data(), out.data(), weights * 9)) std::abort();
     }
 }
 

@@ -34,6 +34,7 @@ int main(int count, char** arguments) {
             check_rounding();
             check_sampling();
             check_dequantize();
+            check_stored();
             check_decoder();
         }
         std::printf("%s: %d rounds\n", name.c_str(), rounds);

@@ -244,6 +244,7 @@ void check_prepare_heads();
 void check_quantized();
 void check_rounding();
 void check_dequantize();
+void check_stored();
 void check_sampling();
 void check_decoder();
 void check_threads();

@@ -42,6 +42,15 @@ def copy_records(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
 def dequantize(format: int, blocks: npt.NDArray[np.uint8], out: Float32) -> None:
     """Widens whole blocks (bytes) of a GGUF format, by its number, to `out` [weights]."""
 
+def round_stored(format: int, blocks: npt.NDArray[np.uint8], values: Tensor, scales: Tensor) -> bool:
+    """Rounds rows of blocks of a GGUF format, as `quantize_int8` does. Returns whether all weights are finite."""
+
+def keep_int4(
+    format: int, blocks: npt.NDArray[np.uint8], values: Tensor, slopes: Tensor, offsets: Tensor, scales: Tensor
+) -> bool:
+    """Takes rows of blocks of a GGUF format of 4 bits apart: `values` uint8 [n, k], `slopes` and `offsets` int16
+    [n, k / 32], `scales` bfloat16 [n, ceil(k / 192)]. Returns whether all are finite."""
+
 def quantize_int8(weight: Tensor, values: Tensor, scales: Tensor) -> None:
     """Rounds a finite weight [n, k] to `values` int8 [n, k] and `scales` bfloat16 [n, ceil(k / 192)]."""
 

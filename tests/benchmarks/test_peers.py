@@ -1,18 +1,22 @@
 """The side-by-side benchmark: its workloads are what they are said to be, and it measures a real engine end to end."""
 
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
 
+import gguf
 import pytest
-from benchmarks.peers import child
-from benchmarks.peers.engines import ENGINES
+from benchmarks.loading import Shape
+from benchmarks.peers import child, run
+from benchmarks.peers.engines import ENGINES, model_paths
 from benchmarks.peers.goals import GOALS
 from benchmarks.peers.process import EngineFailed, check_tokens
 from benchmarks.peers.report import figures, ratio, write_report
 from benchmarks.peers.run import run_engine
 from benchmarks.peers.workloads import SHAPES, STANDARD, fit, make, make_poisson, tokenize
+from benchmarks.random_gguf import write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +152,7 @@ MACHINE = {"cpu": "a CPU", "features": [], "cores": 2, "memory_gib": 1, "load_av
 def test_pagemill_is_measured_and_reported(text, tmp_path):
     tiny = make("tiny", text)
     setup = replace(ENGINES["pagemill"], settings={"dtype": "float32", "kv_memory": "64MiB"})
-    found = run_engine(setup, [tiny], tmp_path / "log", limit_s=120)
+    found = run_engine(setup, model_paths(), [tiny], tmp_path / "log", limit_s=120)
     measured = found["workloads"]["tiny"]
     assert [request["tokens"] for request in measured["requests"]] == tiny.max_tokens
     assert all(0 < request["first_s"] < request["last_s"] <= measured["wall_s"] for request in measured["requests"])
@@ -168,7 +172,7 @@ def test_pagemill_is_measured_and_reported(text, tmp_path):
 
 def test_an_engine_that_is_too_slow_is_stopped_and_reported_as_a_bound(text, tmp_path):
     setup = replace(ENGINES["pagemill"], settings={"dtype": "float32", "kv_memory": "256MiB"})
-    found = run_engine(setup, [make("mixed", text), make("tiny", text)], tmp_path / "log", limit_s=0.5)
+    found = run_engine(setup, model_paths(), [make("mixed", text), make("tiny", text)], tmp_path / "log", limit_s=0.5)
     assert found["workloads"] == {"mixed": {"stopped_s": 0.5, "output_tokens": 7032}}
     fast = {"requests": [{"tokens": 7032, "arrival_s": 0.0, "first_s": 1.0, "last_s": 2.0}], "wall_s": 2.0}
     runs = [
@@ -205,5 +209,21 @@ def test_missing_tokens_are_a_failure(text):
 def test_an_engine_that_does_not_start_is_a_failure(text, tmp_path):
     setup = replace(ENGINES["pagemill"], settings={"dtype": "float7"})
     with pytest.raises(EngineFailed, match=f"exit status 1; see {tmp_path}"):
-        run_engine(setup, [make("tiny", text)], tmp_path / "log", limit_s=120)
+        run_engine(setup, model_paths(), [make("tiny", text)], tmp_path / "log", limit_s=120)
     assert "float7" in (tmp_path / "log").read_text()
+
+
+def test_a_gguf_of_random_weights_runs_and_only_where_any_gguf_does(text, tmp_path, monkeypatch):
+    shape = Shape(256, 512, 8, 4, 2, 64, 49_160)  # tokens of no use behind those of the tokenizer
+    write(tmp_path / "random.gguf", shape, "Q4_K_M")
+    forms = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "random.gguf").tensors}
+    assert [forms[f"blk.{layer}.ffn_down.weight"] for layer in range(8)] == [
+        "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"
+    ]  # fmt: skip
+    tiny, setup = make("tiny", text), replace(ENGINES["pagemill-gguf"], settings={"kv_memory": "64MiB"})
+    found = run_engine(setup, model_paths(tmp_path / "random.gguf"), [tiny], tmp_path / "log", limit_s=120)
+    assert [request["tokens"] for request in found["workloads"]["tiny"]["requests"]] == tiny.max_tokens
+    monkeypatch.setattr(run, "require_installed", lambda engines: None)
+    monkeypatch.setattr(sys, "argv", ["run", "--engines", "pagemill,vllm", "--model", str(tmp_path / "random.gguf")])
+    with pytest.raises(SystemExit, match=r"vllm: only pagemill and llama\.cpp run another model"):
+        run.main()

@@ -10,6 +10,7 @@ is rounded to 8 bits when it is used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +95,27 @@ class QuantizedWeight:
     scales: Tensor
     slopes: Tensor | None = None
     offsets: Tensor | None = None
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, bits: int, values: Tensor | None = None) -> QuantizedWeight:
+        """Returns memory for a weight of 4 or 8 bits. values: theirs, if it is there."""
+        if values is None:
+            values = torch.empty(rows, columns, dtype=torch.uint8 if bits == 4 else torch.int8)
+        scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16)
+        if bits == 8:
+            return cls(values, scales)
+        slopes, offsets = (torch.empty(rows, columns // BLOCK, dtype=torch.int16) for _ in range(2))
+        return cls(values, scales, slopes, offsets)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Returns all that it consists of, each with a row for each of its rows."""
+        whole = (self.values, self.scales, self.slopes, self.offsets)
+        return [part for part in whole if part is not None]
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        """Returns the rows that `change` takes of each part."""
+        return QuantizedWeight(*map(change, self.parts))
 
     def whole(self) -> Tensor:
         """Returns the 8-bit values, int8 [rows, columns]."""

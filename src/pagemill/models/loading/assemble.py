@@ -282,7 +282,10 @@ class Assembler:
             elif len(weight) < sum(rows) and not self.ops.copies_weights:
                 weight = weight.clone()  # a view would hold what others have
             return self.ops.pack_linear(weight, offsets, self.dtype)
-        if bits == 4:
+        if all(map(self.checkpoint.rounds, self._weights(parts))) and self.device.type == "cpu":
+            rounded = self._reader.rounded(parts, rows, columns, unpair, bits)
+            quantized = rounded.rows(lambda part: kept_rows(part, rows, keep))
+        elif bits == 4:
             quantized = keep_int4(*kept(*self._reader.integers(parts, rows, columns, unpair)))
         else:
             (weight,) = kept(self._reader.matrix(parts, rows, columns, unpair=unpair, dtype=self._stored(parts)))

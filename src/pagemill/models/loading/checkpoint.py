@@ -34,7 +34,7 @@ from pagemill.errors import (
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
-from pagemill.ops.quantized import Float8Weight
+from pagemill.ops.quantized import Float8Weight, QuantizedWeight
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that are numbers and nothing else, as files name them."""
@@ -99,6 +99,15 @@ class Checkpoint:
         The weight is scale * value + low, where scale * value is exact.
         """
         raise TypeError(f"tensor {name!r} is not quantized")
+
+    def rounds(self, name: str) -> bool:
+        """Returns True for a tensor that `round_into` reads."""
+        return False
+
+    def round_into(self, name: str, out: QuantizedWeight) -> bool:
+        """Reads a tensor into `out`, in memory, in 8 bits, or in 4 with slopes and offsets, where it is stored in so
+        many: rounded as `quantize_int8` does it, or as `keep_int4` does. Returns whether all weights are finite."""
+        raise TypeError(f"tensor {name!r} cannot be rounded while it is read")
 
     def stores_float8(self, name: str) -> bool:
         """Returns True for a weight in fp8, which `read_float8` reads."""

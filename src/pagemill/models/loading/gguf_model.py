@@ -31,7 +31,10 @@ from pagemill.models.loading.gguf_file import FORMATS, GGUFFile
 from pagemill.models.loading.gguf_integers import integers_of
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import GGUF
+from pagemill.ops.quantized import QuantizedWeight
 
+ROUNDED_BYTES = 4 << 20
+"""About the bytes of a file that are rounded at once, by all cores."""
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
 """Bits of the integers of quantized formats."""
 _MODEL_TYPES = {
@@ -123,6 +126,28 @@ class GGUFModel(Checkpoint):
 
         each_piece(rows, max(1, PIECE_BYTES // columns), fill)
         return values, scale, low
+
+    def rounds(self, name: str) -> bool:
+        return self.tensors[name].dtype in _BITS
+
+    def round_into(self, name: str, out: QuantizedWeight) -> bool:
+        tensor, file = self.tensors[name], self.files[0]
+        (rows, columns), form = tensor.shape, FORMATS[tensor.dtype]
+        in_row = columns // form.block * form.nbytes
+        finite: list[bool] = []
+
+        def fill(begin: int, end: int) -> None:
+            stored = np.empty((end - begin) * in_row, np.uint8)
+            file.read(tensor.begin + begin * in_row, stored)
+            values, scales, *of_halves = (part[begin:end] for part in out.parts)
+            if of_halves:
+                slopes, offsets = of_halves
+                finite.append(_kernels.keep_int4(form.number, stored, values, slopes, offsets, scales))
+            else:
+                finite.append(_kernels.round_stored(form.number, stored, values, scales))
+
+        each_piece(rows, max(1, ROUNDED_BYTES // in_row), fill)
+        return all(finite)
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor, file = self.tensors[name], self.files[0]

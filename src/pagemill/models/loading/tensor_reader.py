@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from pagemill.errors import CorruptWeightsError
 from pagemill.models.loading.checkpoint import Checkpoint
 from pagemill.models.loading.matrices import Pairs, empty_matrix, joined_rows, unpaired
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
+from pagemill.ops.quantized import QuantizedWeight
 
 _STAGING_BYTES = 16 << 20
 _STAGING_PART = 24
@@ -60,6 +62,31 @@ class TensorReader:
             for part in (scales, lows)
         )
         return joined_rows(values), scale, low
+
+    def rounded(
+        self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: Sequence[Pairs | None], bits: int
+    ) -> QuantizedWeight:
+        """Returns the joined parts in 4 or 8 bits, as the checkpoint rounds them while it reads them.
+
+        It must be packed before the next matrix is read.
+        """
+        if len(parts) == 1:
+            rows = (sum(rows),)
+        for part, count in zip(parts, rows, strict=True):
+            self._expect(f"{part}.weight", (count, columns))
+        staged = self._stage((sum(rows), columns), torch.uint8 if bits == 4 else torch.int8)
+        joined = QuantizedWeight.empty(sum(rows), columns, bits, staged)
+        begin = 0
+        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
+            name, out = f"{part}.weight", joined.rows(itemgetter(slice(begin, begin + count)))
+            if not self._checkpoint.round_into(name, out):
+                raise self._not_finite(name)
+            self._count(name)
+            for each in out.parts:
+                if (ordered := _in_order(each, unpair, index)) is not each:
+                    each.copy_(ordered)
+            begin += count
+        return joined
 
     def float8(
         self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: Sequence[Pairs | None]
@@ -182,10 +209,13 @@ class TensorReader:
         low, high = torch.aminmax(torch.stack(ends))
         if not (math.isfinite(low) and math.isfinite(high)):
             dtype = str(out.dtype).removeprefix("torch.")
-            raise CorruptWeightsError(
-                f"tensor {name!r} in {self._checkpoint.path} is not finite in {dtype} (from {low:g} to {high:g}); "
-                f"download it again, or load it with dtype='float32' if it is sound"
-            )
+            raise self._not_finite(name, f" in {dtype} (from {low:g} to {high:g})")
+
+    def _not_finite(self, name: str, how: str = "") -> CorruptWeightsError:
+        return CorruptWeightsError(
+            f"tensor {name!r} in {self._checkpoint.path} is not finite{how}; download it again, or load it with "
+            f"dtype='float32' if it is sound"
+        )
 
     def _count(self, name: str) -> None:
         self.used.add(name)
