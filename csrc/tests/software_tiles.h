@@ -1,6 +1,6 @@
 // Tiles of AMX in software, included before everything else of amx_bf16's kernels (PAGEMILL_SOFTWARE_TILES): so their
-// checks run on processors that have AVX-512 but no tiles, and sanitizers see what tiles read and write. Sums of bf16
-// are rounded in another order than the processor's.
+// checks run on processors that have AVX-512 but no tiles, and sanitizers see what tiles read and write. With the
+// processor's bits: the kernels' vectors repeat them (attention_bf16.h).
 #pragma once
 
 #include <immintrin.h>
@@ -63,21 +63,39 @@ inline void store(int tile, void* to, int64_t stride) {
         std::memcpy((char*)to + row * stride, state.tile[tile][row], state.config.row_bytes[tile]);
 }
 
-// sum += a times b: in each 32 bits of a's row m and of b's row k, neighbouring elements of T and U.
-template <class Sum, class T, class U, class Product> void multiply(int sum, int a, int b, const Product& product) {
+inline void check_shapes(int sum, int a, int b) {
     const Config& of = state.config;
     if (of.palette != 1 || of.rows[sum] != of.rows[a] || of.row_bytes[sum] != of.row_bytes[b] ||
         of.row_bytes[a] > 4 * of.rows[b])
         __builtin_trap();
-    constexpr int kEach = 4 / sizeof(T);
+}
+
+// sum += a times b: in each 32 bits of a's row m and of b's row k, four neighbouring bytes.
+inline void multiply_bytes(int sum, int a, int b) {
+    check_shapes(sum, a, b);
     for (int m = 0; m < state.config.rows[sum]; ++m)
         for (int n = 0; n < state.config.row_bytes[sum] / 4; ++n) {
-            Sum all = get<Sum>(sum, m, n);
-            for (int k = 0; k < state.config.row_bytes[a] / 4; ++k)
-                for (int i = 0; i < kEach; ++i)
-                    all += product(get<T>(a, m, k * kEach + i), get<U>(b, k, n * kEach + i));
+            auto all = get<int32_t>(sum, m, n);
+            for (int k = 0; k < state.config.row_bytes[a]; ++k)
+                all += get<int8_t>(a, m, k) * get<uint8_t>(b, k / 4, n * 4 + k % 4);
             put(sum, m, n, all);
         }
+}
+
+// The same of two neighbouring bf16 numbers: each has a chain of its own, and subnormal numbers are taken for zero.
+inline void multiply_bf16(int sum, int a, int b) {
+    check_shapes(sum, a, b);
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    for (int m = 0; m < state.config.rows[sum]; ++m)
+        for (int n = 0; n < state.config.row_bytes[sum] / 4; ++n) {
+            float chain[2] = {0, 0};
+            for (int k = 0; k < state.config.row_bytes[a] / 2; ++k)
+                chain[k % 2] = __builtin_fmaf(widened(get<uint16_t>(a, m, k)),
+                                              widened(get<uint16_t>(b, k / 2, n * 2 + k % 2)), chain[k % 2]);
+            put(sum, m, n, get<float>(sum, m, n) + (chain[0] + chain[1]));
+        }
+    _mm_setcsr(before);
 }
 
 }  // namespace pagemill::software_tiles
@@ -87,9 +105,5 @@ template <class Sum, class T, class U, class Product> void multiply(int sum, int
 #define _tile_zero(tile) pagemill::software_tiles::zero(tile)
 #define _tile_loadd(tile, from, stride) pagemill::software_tiles::load(tile, from, stride)
 #define _tile_stored(tile, to, stride) pagemill::software_tiles::store(tile, to, stride)
-#define _tile_dpbsud(sum, a, b) \
-    pagemill::software_tiles::multiply<int32_t, int8_t, uint8_t>(sum, a, b, [](int8_t x, uint8_t y) { return x * y; })
-#define _tile_dpbf16ps(sum, a, b)                                                                         \
-    pagemill::software_tiles::multiply<float, uint16_t, uint16_t>(sum, a, b, [](uint16_t x, uint16_t y) { \
-        return pagemill::software_tiles::widened(x) * pagemill::software_tiles::widened(y);               \
-    })
+#define _tile_dpbsud(sum, a, b) pagemill::software_tiles::multiply_bytes(sum, a, b)
+#define _tile_dpbf16ps(sum, a, b) pagemill::software_tiles::multiply_bf16(sum, a, b)
