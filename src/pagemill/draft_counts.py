@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Drafted(NamedTuple):
+    """Says what one sequence had of drafts in a step.
+
+    tokens: all drafts that were verified. places: how many places they were for: fewer than drafts where they branch.
+    accepted: those that became tokens of the answer. branches: how many paths there were beside the first. branched:
+    whether the model followed one of these.
+    """
+
+    tokens: int
+    places: int
+    accepted: int
+    branches: int = 0
+    branched: bool = False
 
 
 @dataclass(slots=True)
@@ -22,21 +38,17 @@ class DraftCounts:
     """Counts steps that had drafts for a place, by that place behind the last token."""
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
-    def note(self, proposed: int, reach: int, accepted: int, branches: int = 0, branched: bool = False) -> None:
-        """Counts what one sequence had in a step.
-
-        reach: how many places the drafts were for: fewer than drafts where they branch. branches: how many paths there
-        were beside the first. branched: whether the model followed one of these.
-        """
+    def note(self, drafted: Drafted) -> None:
+        """Adds what one sequence had in a step."""
         self.num_drafts += 1
-        self.num_branches += branches
-        self.num_accepted_branches += branched
-        self.num_draft_tokens += proposed
-        self.num_accepted_tokens += accepted
-        further = [0] * (reach - len(self.num_draft_tokens_per_pos))
+        self.num_draft_tokens += drafted.tokens
+        self.num_accepted_tokens += drafted.accepted
+        self.num_branches += drafted.branches
+        self.num_accepted_branches += drafted.branched
+        further = [0] * (drafted.places - len(self.num_draft_tokens_per_pos))
         self.num_draft_tokens_per_pos += further
         self.num_accepted_tokens_per_pos += further
-        for position in range(reach):
+        for position in range(drafted.places):
             self.num_draft_tokens_per_pos[position] += 1
-        for position in range(accepted):
+        for position in range(drafted.accepted):
             self.num_accepted_tokens_per_pos[position] += 1

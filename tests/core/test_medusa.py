@@ -73,19 +73,22 @@ def plain(make):
 
 
 def test_a_step_that_fails_behind_its_samples_runs_again_with_the_same(make, plain, monkeypatch):
-    core, failed = make(), []
-    core.scheduler.drafter = Eager(branches=2)
+    """As a whole, and a part of it that begins with a branch, whose sequence's own sample is in the part before it."""
+    core, failed = make(max_num_seqs=24), []
+    core.scheduler.drafter = Eager(branches=5)
     note_step = core.executor.draft.note_step
 
     def fail_at_times(plan, inputs, hidden, tokens):
-        if len(failed) < 8 and plan.step % 3 == 0 and plan.step not in failed:
-            failed.append(plan.step)
+        within = bool(plan.branches[:1].any())
+        if (plan.step, within) not in failed and (within or plan.step % 3 == 0) and len(plan.rows) > 1:
+            failed.append((plan.step, within))
             raise torch.OutOfMemoryError("no memory for hidden states")
         note_step(plan, inputs, hidden, tokens)
 
     monkeypatch.setattr(core.executor.draft, "note_step", fail_at_times)
     assert_same(drive(core, LOAD, every=2), plain)
-    assert len(failed) == 8
+    assert len(failed) > 8
+    assert sum(within for _, within in failed) > 2
 
 
 @pytest.mark.parametrize("branches", [0, 6], ids=["chains", "trees"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.sampling.params import SamplingParams
-from pagemill.scheduling.draft_control import Candidate, DraftControl, Fork
+from pagemill.scheduling.draft_control import BranchShape, Candidate, DraftControl
 from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chance, first_chances
 from pagemill.scheduling.model_draft_control import ModelDraftControl
 from pagemill.scheduling.model_drafting import ModelDrafter
@@ -261,22 +261,23 @@ def branched(share: float, chance: float, turn: float, most: int, steps: int = 1
             control.choose([one], 1, 512)
         right = next((i for i in range(one.count) if draw.random() >= chance), one.count)
         accepted, tried, gained = right, 0, 0
-        for fork in sorted(one.forks):
-            assert fork.depth < fork.length <= one.count
-            if fork.depth == right and not gained:
+        for shape in sorted(one.branches):
+            assert shape.depth < shape.length <= one.count
+            if shape.depth == right and not gained:
                 tried += 1
-                assert fork.rank == tried, "the likelier ones first"
+                assert shape.rank == tried, "the likelier ones first"
                 if draw.random() < turn:
-                    further = range(fork.depth + 1, fork.length)
+                    further = range(shape.depth + 1, shape.length)
                     gained = 1 + next((i for i, _ in enumerate(further) if draw.random() >= chance), len(further))
-        computed, accepted = sum(1 + fork.length for fork in one.forks), right + gained
-        control.branches.note(tried, gained, computed)
+        computed, accepted = sum(1 + shape.length for shape in one.branches), right + gained
+        control.branches.note(tried, gained > 0)
         extra = one.count + computed
         seconds = base * (1 + share * extra) * draw.uniform(0.98, 1.02)
+        control.note_work(DraftWork(branched=computed, gained=gained))
         control.note_step(1 + extra, extra, seconds, accepted)
         if step > steps // 3:
-            seconds_s, tokens, branches = seconds_s + seconds, tokens + 1 + accepted, branches + len(one.forks)
-        if one.count and not one.forks:
+            seconds_s, tokens, branches = seconds_s + seconds, tokens + 1 + accepted, branches + len(one.branches)
+        if one.count and not one.branches:
             control.branches.note_none()
     return tokens / seconds_s * base, branches / (steps - steps // 3)
 
@@ -299,19 +300,19 @@ def test_drafts_do_not_branch_where_that_does_not_pay(share, turn):
 
 
 def test_branches_keep_to_the_limits():
-    def chosen(most: int, left: int, limit_s: float = math.inf, ramped: bool = True) -> list[Fork]:
+    def chosen(most: int, left: int, limit_s: float = math.inf, ramped: bool = True) -> list[BranchShape]:
         control, one = ModelDraftControl(0.0, most), Candidate(0.5, 3)
         for tokens in (1, 1, 3, 5, 9, 17, 33):
             control.note_step(tokens, tokens - 1, 0.01 + 1e-6 * tokens, tokens - 1)
         for computed in (4, 8, 16, 32) if ramped else ():
-            control.branches.note(1, 1, computed)
+            control.note_work(DraftWork(branched=computed, gained=1))
             control.note_step(2 + computed, 1 + computed, 0.01 + 1e-6 * (2 + computed), 1)
         control.choose([one], 1, left, limit_s)
-        assert one.count + sum(1 + fork.length for fork in one.forks) <= left
-        return one.forks
+        assert one.count + sum(1 + shape.length for shape in one.branches) <= left
+        return one.branches
 
     assert [len(chosen(most, 99)) for most in (0, 1, 3)] == [0, 1, 3]
-    assert chosen(1, 99) == [Fork(0, 1, 3)]
+    assert chosen(1, 99) == [BranchShape(0, 1, 3)]
     assert [len(chosen(9, left)) for left in (3, 6, 7, 99)] == [0, 0, 1, 9]
     assert len(chosen(9, 99, limit_s=0.010012)) <= 2
     assert len(chosen(9, 99, ramped=False)) == 1, "the first step with branches has few"

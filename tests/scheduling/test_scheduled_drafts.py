@@ -6,6 +6,7 @@ import pytest
 from scheduler_bench import EOS, Bench, Oracle, expected, make_request
 
 from pagemill.sampling.params import TokenLogprobs
+from pagemill.scheduling.model_drafting import ModelDrafter
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.tenant_limits import TenantLimits
 
@@ -132,3 +133,11 @@ def test_a_result_that_the_plan_does_not_allow_is_refused(tokens, logprobs):
         StepResult([tokens], [logprobs]).check(plan)
     with pytest.raises(ValueError, match="zip"):
         StepResult().check(plan)
+
+
+def test_a_step_without_rows_teaches_a_drafter_nothing():
+    bench = Bench(drafter=ModelDrafter(4, 0.1, takes_in=False, most_branches=2))
+    plan = bench.scheduler.state.batch.plan({})
+    bench.scheduler.commit(StepResult(), 0.0)
+    bench.scheduler.note_step(plan, 0.01)
+    assert not bench.scheduler.drafter.may_draft(1), "nothing has been measured"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill.config import EngineConfig
+from pagemill.draft_counts import Drafted
 from pagemill.errors import EmptyPromptError, PagemillError, PromptTooLongError, error_of
 from pagemill.lora_request import LoRARequest
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
@@ -164,12 +165,8 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     """The score of a beam search's result, which comes with all of its tokens."""
     scheduled_s: float = 0.0
     """When the request first entered a step."""
-    num_draft_tokens: int = 0
-    """Counts the drafts that the step verified."""
-    draft_reach: int = 0
-    """Counts the places that they were for."""
-    num_accepted_tokens: int = 0
-    """Counts the drafts that were right, up to the sequence's end."""
+    drafted: Drafted | None = None
+    """What came of the drafts that the step verified."""
 
 
 def refusals(request: EngineRequest, error: Exception) -> list[SequenceOutput]:

@@ -24,11 +24,8 @@ def _output(update: SequenceUpdate, memory: MemoryManager | None) -> SequenceOut
         stop_reason=update.stop_reason,
         num_cached_tokens=sequence.num_cached_tokens,
         scheduled_s=sequence.scheduled_s or 0.0,
+        drafted=update.drafted,
     )
-    if update.proposed:
-        output.num_draft_tokens, output.draft_reach, output.num_accepted_tokens = (
-            update.proposed, update.reach, update.right
-        )  # fmt: skip
     if sequence.table is None:
         output.kv_blocks = sequence.residency
     elif memory is not None:

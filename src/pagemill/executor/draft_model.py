@@ -131,7 +131,8 @@ class DraftModel:
     def _draft(self, asked: Asked, catch_up: int) -> tuple[NDArray[np.bool_], DraftWork]:
         """Puts drafts behind each row's last token, if all before that can be taken in now.
 
-        catch_up: the most tokens that are, but for one of each row. Returns which rows have drafts.
+        catch_up: the most tokens that are, but for one of each row, branches' among them. Returns which rows have
+        drafts.
         """
         begin = time.perf_counter()
         rows, origins, starts, counts = asked.rows, asked.origins, asked.starts, asked.counts
@@ -145,7 +146,7 @@ class DraftModel:
                 catch_up -= count
             taken[index] = max(0, count)
             drafting[index] = count == missing[index] >= 0
-        self._begin_branches(asked, missing, taken, drafting)
+        self._begin_branches(asked, missing, taken, drafting, catch_up)
         lens = (taken + drafting).astype(np.int32)
         some = np.flatnonzero(lens)
         caught_up = int(taken[missing > 1].sum())
@@ -178,20 +179,27 @@ class DraftModel:
         return drafting, work._replace(passes=passes, rows=total, seconds=time.perf_counter() - begin)
 
     def _begin_branches(
-        self, asked: Asked, missing: NDArray[np.int64], taken: NDArray[np.int64], drafting: NDArray[np.bool_]
+        self,
+        asked: Asked,
+        missing: NDArray[np.int64],
+        taken: NDArray[np.int64],
+        drafting: NDArray[np.bool_],
+        catch_up: int,
     ) -> None:
-        """Lets the branches of rows that are drafting draft too. They take in what their rows have to in the block that
-        they do not share, of which they have a copy.
+        """Lets the branches of rows that are drafting draft too, if they can take in what their rows have to in the
+        block that they do not share, of which they have a copy.
 
-        missing, taken: how many tokens each has to take in, and does.
+        missing, taken: how many tokens each has to take in, and does. catch_up: as of `_draft`.
         """
         going = set(asked.rows[drafting].tolist())
         for index in np.flatnonzero(asked.rows != asked.origins).tolist():
             row, origin, start = int(asked.rows[index]), int(asked.origins[index]), int(asked.starts[index])
             shared = start // self._rows.block_size * self._rows.block_size
             self._known[row] = known = max(int(self._known[origin]), shared)
-            if origin in going:
-                missing[index] = taken[index] = start - known
+            count = start - known
+            if origin in going and (count <= 1 or count <= catch_up):
+                catch_up -= count if count > 1 else 0
+                missing[index] = taken[index] = count
                 drafting[index] = True
 
     def _missing(self, row: int, start: int) -> int:

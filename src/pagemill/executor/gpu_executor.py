@@ -149,7 +149,8 @@ class GpuExecutor(LocalExecutor):
 
     def apply(self, plan: StepPlan) -> list[int]:
         self._seats[[new.row for new in plan.new_rows]] += 1
-        self._edits.note_plan(plan)
+        if self.draft is None:
+            self._edits.note_plan(plan)
         try:
             return super().apply(plan)
         except RuntimeError as error:
@@ -201,6 +202,8 @@ class GpuExecutor(LocalExecutor):
         for flight in [*self._flights]:
             self._land(flight)
         result = self.run(plan)
+        if self.draft is not None:  # then no step runs by what lies on the device
+            return result
         ends = (plan.starts + plan.query_lens)[plan.sample_from]
         for row, begin, end in zip(plan.sample_to.tolist(), ends + 1 - plan.max_accepted, ends + 1, strict=True):
             known = self.rows.tokens[row, begin:end]

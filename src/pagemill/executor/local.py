@@ -253,8 +253,12 @@ class LocalExecutor(Worker):
         return verified
 
     def _forget_samples(self, plan: StepPlan, ends: NDArray[np.int32]) -> None:
-        """Makes the sampler forget a plan's samples, so that its rows may be run again. ends: as of `_sample`."""
-        for row, end in zip(plan.sample_to.tolist(), ends.tolist(), strict=True):
+        """Makes the sampler forget a plan's samples, so that its rows may be run again. ends: as of `_sample`.
+
+        What branches sample is their sequence's, whose own sample may be in another part of the step, and stay.
+        """
+        own = ~plan.branches
+        for row, end in zip(plan.sample_to[own].tolist(), ends[own].tolist(), strict=True):
             prompt_len = int(self.rows.prompt_lens[row])
             self.sampler.rewind(row, self.rows.tokens[row, :prompt_len], self.rows.tokens[row, prompt_len:end])
 

@@ -239,10 +239,10 @@ class RequestState:
                 metrics.first_token_time = now
         before = len(sequence.output.token_ids)
         stopped = sequence.add(new)
-        if new.num_draft_tokens:
+        if new.drafted is not None:
             metrics.drafts = metrics.drafts or DraftCounts()
             come = len(sequence.output.token_ids) - before
-            metrics.drafts.note(new.num_draft_tokens, new.draft_reach, min(new.num_accepted_tokens, come))
+            metrics.drafts.note(new.drafted._replace(accepted=min(new.drafted.accepted, come)))
         if sequence.finished and self.finished:
             metrics.finished_time = now
         return stopped

@@ -142,11 +142,11 @@ class MemoryManager:
         return reservation.fork(self.core, table, length)
 
     def adopt(self, table: BlockTable, fork: BlockTable, now: float) -> None:
-        """Takes over what a fork of the table holds from its first token on, in the place of the table's own; closes
-        the fork.
+        """Gives a table the blocks of a fork of it, from the one in which the next token lies, in the place of its own;
+        closes the fork.
 
         To be called before either commits more: what the fork has written becomes the table's. Raises ValueError
-        unless both have the same committed tokens in the same blocks, but for the last one.
+        unless both have as many committed tokens, in the same blocks before that one.
         """
         reservation.adopt(self.core, table, fork, now)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from pagemill.scheduling.draft_control import FIRST_DRAFTS, MOST_LOST_STEPS, Candidate, Fork
+from pagemill.scheduling.draft_control import FIRST_DRAFTS, MOST_LOST_STEPS, BranchShape, Candidate
 
-FIRST_TURN = 0.35
+FIRST_CHANCE = 0.35
 """The chance that the next likeliest token is right where all likelier ones are wrong, as long as nothing is known."""
 LEARN = 0.03
 """The weight of one such token in that chance, beside all before it."""
@@ -30,55 +30,47 @@ MARGIN = 1.3
 ALLOWED_LOSS = 0.005
 """The share of the steps' time that branches may cost."""
 
-Weighed = tuple[float, int, Fork, float]
+Weighed = tuple[float, int, BranchShape, float]
 """What each token that a branch costs is worth, negated; its candidate's place; itself; how many tokens it brings."""
 
 
 class BranchControl:
-    """Adds branches to drafts that have been chosen. most: of one sequence in one step.
-
-    gained, computed: tokens that branches of steps that are not settled have brought, and computed.
-    """
+    """Adds branches to drafts that have been chosen. most: of one sequence in one step."""
 
     def __init__(self, most: int) -> None:
-        self.gained = self.computed = 0
         self._most = most
-        self._turn = FIRST_TURN
+        self._chance = FIRST_CHANCE
         self._balance = 0.0
         self._dear = 1.0
-        self._reach = FIRST_DRAFTS
+        self._most_tokens = FIRST_DRAFTS
 
-    def note(self, others: int, gained: int, computed: int) -> None:
-        """Notes how many other tokens were tried where the likeliest was wrong, how many tokens the last of them has
-        brought if it was right, and how many the branches have computed."""
+    def note(self, others: int, right: bool) -> None:
+        """Notes how many other tokens were tried where the likeliest was wrong, and whether the last was right."""
         for number in range(1, others + 1):
-            self._turn += LEARN * ((gained > 0 and number == others) - self._turn)
-        self.gained += gained
-        self.computed += computed
+            self._chance += LEARN * ((right and number == others) - self._chance)
+
+    def note_cost(self, tokens: int, longer_s: float, usual_s: float) -> None:
+        """Notes by how much a step took longer for so many tokens of branches, where one of another draft costs
+        `usual_s`."""
+        if not tokens:
+            self._dear += DEAR_FORGET * (1.0 - self._dear)
+        elif usual_s:
+            measured = longer_s / (tokens * usual_s)
+            self._dear += DEAR_LEARN * (min(max(measured, 1 / DEAREST), DEAREST) - self._dear)
+        self._most_tokens = max(self._most_tokens, 2 * tokens)
 
     def each_s(self, usual_s: float) -> float:
         """Returns what one of their tokens costs, where one of another draft costs `usual_s`."""
         return self._dear * usual_s
 
-    def settle(self, longer_s: float, usual_s: float, step_s: float, rows: int) -> None:
-        """Sets what branches have brought in a step against what they have cost.
-
-        longer_s: by how much the step took longer than without them. usual_s: what a token of other drafts costs.
-        step_s: what the step takes without any. rows: how many generate in it.
-        """
-        if not self.computed:
-            self._dear += DEAR_FORGET * (1.0 - self._dear)
-        elif usual_s:
-            measured = longer_s / (self.computed * usual_s)
-            self._dear += DEAR_LEARN * (min(max(measured, 1 / DEAREST), DEAREST) - self._dear)
-        self._reach = max(self._reach, 2 * self.computed)
-        saved_s = self.gained * step_s / rows - self.computed * self.each_s(usual_s)
-        self._balance = min(self._balance + ALLOWED_LOSS * step_s + saved_s, MOST_LOST_STEPS * step_s)
-        self.gained = self.computed = 0
+    def settle(self, saved_s: float, spent_s: float, step_s: float) -> None:
+        """Sets what branches have saved in a step, which takes `step_s` without drafts, against what they have cost."""
+        change = ALLOWED_LOSS * step_s + saved_s - spent_s
+        self._balance = min(self._balance + change, MOST_LOST_STEPS * step_s)
 
     def note_none(self) -> None:
         """Notes a step whose drafts did not branch."""
-        self._turn += FORGET * (FIRST_TURN - self._turn)
+        self._chance += FORGET * (FIRST_CHANCE - self._chance)
 
     def choose(
         self, candidates: Sequence[Candidate], tokens: float, seconds: float, left: int, limit_s: float, each_s: float
@@ -90,33 +82,33 @@ class BranchControl:
         """
         if not self._most or self._balance < 0:
             return
-        left = min(left, self._reach)
+        left = min(left, self._most_tokens)
         heap: list[Weighed] = []
         for place, one in enumerate(candidates):
             self._add(heap, one, place, 0, 1, each_s * tokens / seconds)
         while heap:
-            _, place, fork, gain = heap[0]
-            one, cost = candidates[place], (1 + fork.length) * each_s
-            if gain * seconds <= MARGIN * cost * tokens or fork.length >= left or seconds + cost > limit_s:
+            _, place, shape, gain = heap[0]
+            one, cost = candidates[place], (1 + shape.length) * each_s
+            if gain * seconds <= MARGIN * cost * tokens or shape.length >= left or seconds + cost > limit_s:
                 return
             heappop(heap)
-            one.forks.append(fork)
-            tokens, seconds, left = tokens + gain, seconds + cost, left - 1 - fork.length
-            if len(one.forks) == self._most:
+            one.branches.append(shape)
+            tokens, seconds, left = tokens + gain, seconds + cost, left - 1 - shape.length
+            if len(one.branches) == self._most:
                 heap = [weighed for weighed in heap if weighed[1] != place]
                 heapify(heap)
                 continue
-            self._add(heap, one, place, fork.depth, fork.rank + 1, each_s * tokens / seconds)
-            if fork.rank == 1:
-                self._add(heap, one, place, fork.depth + 1, 1, each_s * tokens / seconds)
+            self._add(heap, one, place, shape.depth, shape.rank + 1, each_s * tokens / seconds)
+            if shape.rank == 1:
+                self._add(heap, one, place, shape.depth + 1, 1, each_s * tokens / seconds)
 
     def _add(self, heap: list[Weighed], one: Candidate, place: int, depth: int, rank: int, each: float) -> None:
         """Adds the branch of this kind that is worth most, if there is room for one. each: of a step's tokens, what one
         token more costs."""
         if depth >= one.count:
             return
-        chance = one.chance**depth * (1 - one.chance) * self._turn * (1 - self._turn) ** (rank - 1)
+        chance = one.chance**depth * (1 - one.chance) * self._chance * (1 - self._chance) ** (rank - 1)
         gain, follows, length = chance, chance * one.chance, depth + 1
         while length < one.count and follows > MARGIN * each:
             gain, follows, length = gain + follows, follows * one.chance, length + 1
-        heappush(heap, (-gain / (1 + length), place, Fork(depth, rank, length), gain))
+        heappush(heap, (-gain / (1 + length), place, BranchShape(depth, rank, length), gain))

@@ -40,11 +40,11 @@ class Tree(NamedTuple):
 def begin(
     memory: MemoryManager, batch: Batch, sequence: Sequence, first: list[int], drafts: list[int], now: float
 ) -> bool:
-    """Forks a branch with these drafts off a sequence, beside its `first` path, in a free row. Returns False, and
-    changes nothing, without one, or without blocks for it.
+    """Forks a branch with these drafts off a sequence, beside its `first` path. Returns False, and changes nothing,
+    where there is no free row, or are no blocks for it.
 
-    The sequence has reserved what its step writes. Not while another step is in flight, under which nothing that is
-    given back comes free.
+    The sequence has reserved what its step writes, and has it again afterwards. Not to be called while another step is
+    in flight, under which nothing that is given back comes free.
     """
     table, known = sequence.table, sequence.scheduled
     assert table is not None

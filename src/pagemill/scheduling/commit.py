@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pagemill.draft_counts import DraftCounts
+from pagemill.draft_counts import DraftCounts, Drafted
 from pagemill.errors import NonFiniteLogitsError
 from pagemill.scheduling import branches, forks, speculation
 from pagemill.scheduling.batch import Entry
+from pagemill.scheduling.branches import Tree
 from pagemill.scheduling.sequence import Sequence, SequenceUpdate, Status
 from pagemill.scheduling.speculation import Drafter
 from pagemill.scheduling.state import SchedulerState
@@ -70,22 +71,19 @@ class Commits:
             if sequence.request.pin is not None and sequence.table is not None:
                 state.pins.keep(sequence.request.request_id, sequence.table, now)
             accepted, reason, stop_reason = sequence.accept(tokens, self._eos)
-            proposed = reach = right = 0
+            drafted: Drafted | None = None
             if entry.drafts:
                 tree = branches.tree_of(flight, sample, len(tokens) - 1, result.undrafted)
                 if sequence.branches:
                     branches.end(self._memory, state.batch, sequence, entry.branch, now)
                 self._keep_accepted(entry, len(accepted))
                 if tree is not None:
-                    proposed, reach, right = tree.drafts, tree.first, min(len(tokens) - 1, len(accepted))
-                    self.drafts.note(proposed, reach, right, tree.branches, tree.gained > 0)
-                    if self.drafter is not None:
-                        self.drafter.verified(sequence, tree)
+                    drafted = self._note_drafts(sequence, tree, min(len(tokens) - 1, len(accepted)))
             if reason is not None:
                 self.note_answer(sequence)
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
-            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, proposed, reach, right))
+            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, drafted))
         for position in flight.computed:
             sequence = entries[position].sequence
             if sequence.status is not finished and position not in failed:
@@ -107,11 +105,21 @@ class Commits:
             return
         accepted = self.drafts.num_accepted_tokens - self._accepted
         self._accepted += accepted
-        if plan.num_generating < plan.num_tokens:
+        if not plan.num_tokens or plan.num_generating < plan.num_tokens:
             return
         withdrawn = self._draft_work.withdrawn
         drafts = len(plan.draft_tokens) + int(plan.branches.sum()) - withdrawn
         self.drafter.note_step(plan.num_tokens - withdrawn, drafts, accepted, seconds, self._draft_work)
+
+    def _note_drafts(self, sequence: Sequence, tree: Tree, right: int) -> Drafted:
+        """Notes what came of a sequence's drafts, of which `right` became tokens of its answer. Returns it."""
+        drafted = Drafted(tree.drafts, tree.first, right, tree.branches, tree.gained > 0)
+        self.drafts.note(drafted)
+        work, gained = self._draft_work, max(0, right - tree.right) if tree.gained else 0
+        self._draft_work = work._replace(branched=work.branched + tree.computed, gained=work.gained + gained)
+        if self.drafter is not None:
+            self.drafter.verified(sequence, tree)
+        return drafted
 
     def fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
         """Ends a sequence that failed; in a search, and before its prompt has forked, the whole request. Returns what

@@ -31,7 +31,7 @@ MOST_LOST_STEPS = 2
 """The most steps' worth of time that is remembered as saved, to pay for later losses."""
 
 
-class Fork(NamedTuple):
+class BranchShape(NamedTuple):
     """One branch of a sequence's drafts: it leaves the first path `depth` drafts behind the last token, with the choice
     that comes `rank` places behind the likeliest one, and has `length` drafts."""
 
@@ -43,16 +43,16 @@ class Fork(NamedTuple):
 class Candidate:
     """One sequence's drafts: at most `most`, each right by `chance` if those before it were.
 
-    count: how many are verified. forks: the branches beside them.
+    count: how many are verified. branches: the shapes of those beside them.
     """
 
-    __slots__ = ("chance", "count", "forks", "most")
+    __slots__ = ("branches", "chance", "count", "most")
 
     def __init__(self, chance: float, most: int) -> None:
         self.chance = chance
         self.most = most
         self.count = 0
-        self.forks: list[Fork] = []
+        self.branches: list[BranchShape] = []
 
 
 class Line:

@@ -28,10 +28,12 @@ class ModelDraftControl(DraftControl):
         self.branches = BranchControl(most_branches)
         self._passes: Line | None = None
         self._caught_up_s: float | None = None
+        self._branched = self._gained = 0
 
     def note_work(self, work: DraftWork) -> None:
-        """Notes what the draft model did in a step."""
-        self._balance -= work.seconds
+        """Notes what the draft model did in a step, of which `note_step` tells next."""
+        self._branched, self._gained = work.branched, work.gained
+        self._balance -= max(0.0, work.seconds - work.branched * self._drafting_s())
         if work.passes:
             rows, seconds = work.rows / work.passes, work.seconds / work.passes
             self._passes = self._passes or Line(rows, seconds, self._cost * self._line.each)
@@ -42,12 +44,15 @@ class ModelDraftControl(DraftControl):
             self._caught_up_s = before + CATCH_UP_FADING * (seconds - before)
 
     def note_step(self, tokens: int, drafts: int, seconds: float, accepted: int) -> None:
-        branches, rows = self.branches, tokens - drafts
-        gained, computed = branches.gained, branches.computed
+        branches, rows, computed = self.branches, tokens - drafts, self._branched
         usual_s, longer_s = self._line.each, seconds - self._line.at(tokens - computed)
-        branches.settle(longer_s, usual_s, self._line.at(rows), rows)
-        seconds -= computed * branches.each_s(usual_s)
-        super().note_step(tokens - computed, drafts - computed, seconds, accepted - gained)
+        branches.note_cost(computed, longer_s, usual_s)
+        spent_s = computed * branches.each_s(usual_s)
+        step_s = self._line.at(rows)
+        branches.settle(self._gained * step_s / rows, spent_s + computed * self._drafting_s(), step_s)
+        seconds = max(seconds - spent_s, seconds / 2)
+        super().note_step(tokens - computed, drafts - computed, seconds, accepted - self._gained)
+        self._branched = self._gained = 0
 
     def catch_up_s(self, tokens: int) -> float:
         """Returns the seconds in which the draft model takes in so many tokens of a sequence, before its drafts."""
@@ -67,8 +72,7 @@ class ModelDraftControl(DraftControl):
     def choose(self, candidates: Sequence[Candidate], rows: int, most: int, limit_s: float = math.inf) -> None:
         """Sets the drafts of each candidate, as `DraftControl.choose` does; draft after draft, as the passes go."""
         left, tokens, seconds = min(most, self._reach), float(rows), self._line.at(rows)
-        drafting_s = self._pass_s(2) - self._pass_s(1)
-        each = self._line.each + drafting_s
+        each = self._line.each + self._drafting_s()
         going = [one for one in candidates if one.most]
         depth = 0
         while going:
@@ -85,8 +89,12 @@ class ModelDraftControl(DraftControl):
                 one.count = depth
             going = [one for _, one in chosen if one.most > depth]
         left = most - sum(one.count for one in candidates)
-        each = self.branches.each_s(self._line.each) + drafting_s
-        self.branches.choose(candidates, tokens, seconds, left, limit_s, each)
+        of_branch = self.branches.each_s(self._line.each) + self._drafting_s()
+        self.branches.choose(candidates, tokens, seconds, left, limit_s, of_branch)
+
+    def _drafting_s(self) -> float:
+        """Returns by how much a row more lengthens a pass, in seconds."""
+        return self._pass_s(2) - self._pass_s(1)
 
     def _pass_s(self, rows: int) -> float:
         return self._cost * self._line.at(rows) if self._passes is None else self._passes.at(rows)

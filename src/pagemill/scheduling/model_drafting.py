@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from pagemill.scheduling.answer_cache import AnswerCache
 from pagemill.scheduling.branches import Tree
-from pagemill.scheduling.draft_control import Candidate, Fork
+from pagemill.scheduling.draft_control import BranchShape, Candidate
 from pagemill.scheduling.model_draft_control import ModelDraftControl
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.step_plan import DraftWork
@@ -75,7 +75,7 @@ class ModelDrafter:
                 drafting.chance += FORGET * (self._chance - drafting.chance)
         if not proposed:
             self._chance += FORGET / 10 * (FIRST_CHANCE - self._chance)
-        elif not any(candidate.forks for *_, candidate in found):
+        elif not any(candidate.branches for *_, candidate in found):
             self._control.branches.note_none()
         return proposed
 
@@ -84,7 +84,7 @@ class ModelDrafter:
         tried = min(tree.right + 1, tree.first)
         kept = (1 - LEARN) ** tried
         self._chance += (1 - kept) / 10 * (tree.right / tried - self._chance)
-        self._control.branches.note(tree.others, tree.gained, tree.computed)
+        self._control.branches.note(tree.others, tree.gained > 0)
         if isinstance(drafting, ModelDrafting):
             drafting.chance += (1 - kept) * (tree.right / tried - drafting.chance)
             drafting.taken_in = len(sequence.tokens)
@@ -105,10 +105,10 @@ class ModelDrafter:
 
 def _paths(one: Candidate) -> list[list[int]]:
     """Returns what to ask the executor for."""
-    return [[PROPOSED] * one.count, *map(_path, one.forks)]
+    return [[PROPOSED] * one.count, *map(_path, one.branches)]
 
 
-def _path(fork: Fork) -> list[int]:
-    path = [PROPOSED] * fork.length
-    path[fork.depth] -= fork.rank
+def _path(shape: BranchShape) -> list[int]:
+    path = [PROPOSED] * shape.length
+    path[shape.depth] -= shape.rank
     return path

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill.draft_counts import Drafted
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
@@ -247,9 +248,8 @@ class Sequence:
 class SequenceUpdate(msgspec.Struct, gc=False):
     """Holds what a step brought for one sequence.
 
-    The tokens that it accepted, with their log probabilities if it asked for them; its end; how many drafts were
-    verified, how many tokens ahead they reached, and how many of these were right; or what a beam search has ended
-    with.
+    The tokens that it accepted, with their log probabilities if it asked for them; its end; what came of its drafts, if
+    it had any; or what a beam search has ended with.
     """
 
     sequence: Sequence
@@ -257,9 +257,7 @@ class SequenceUpdate(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | None = None
-    proposed: int = 0
-    reach: int = 0
-    right: int = 0
+    drafted: Drafted | None = None
     error: Exception | None = None
     hypothesis: Hypothesis | None = None
 

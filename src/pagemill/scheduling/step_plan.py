@@ -52,8 +52,8 @@ class StepPlan:
     sample_to   int32 [m]  persistent row that gets the sampled tokens (not rows[sample_from] for a forked child, or a
                            branch)
     max_accepted int32 [m] how many tokens the sample may accept: 1, and 1 for each of its drafts
-    branches    bool  [m]  whether the sample is another path of the drafts of the one before it, or of that one's: one
-                           of all these accepts tokens, for all of them
+    branches    bool  [m]  whether the sample is of a further path of the drafts of the last sample before it that is
+                           of none; of these together, one has tokens
     draft_tokens int32 [d] the drafts of all samples, one after the other: a row's last query tokens, if it has any;
                            -1 for each that the device shall propose, -2 for the second likeliest token, and so on
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
@@ -153,6 +153,7 @@ class DraftWork(NamedTuple):
     passes: those that brought a draft for each of their rows and took in hardly more; rows, seconds: of all of them.
     caught_up, catch_up_s: tokens that it took in before it could draft, and the seconds of that.
     withdrawn: drafts that were planned, and not proposed.
+    branched, gained: tokens that branches computed, and those that they brought, as the scheduler adds them up.
     """
 
     passes: int = 0
@@ -161,6 +162,8 @@ class DraftWork(NamedTuple):
     caught_up: int = 0
     catch_up_s: float = 0.0
     withdrawn: int = 0
+    branched: int = 0
+    gained: int = 0
 
     def join(self, other: DraftWork) -> DraftWork:
         return DraftWork(
@@ -170,6 +173,8 @@ class DraftWork(NamedTuple):
             self.caught_up + other.caught_up,
             self.catch_up_s + other.catch_up_s,
             self.withdrawn + other.withdrawn,
+            self.branched + other.branched,
+            self.gained + other.gained,
         )
 
 

@@ -285,6 +285,8 @@ class Assembler:
         if all(map(self.checkpoint.rounds, self._weights(parts))) and self.device.type == "cpu":
             rounded = self._reader.rounded(parts, rows, columns, unpair, bits)
             quantized = rounded.rows(lambda part: kept_rows(part, rows, keep))
+            if keep is not None and not self.ops.copies_weights:
+                quantized = quantized.rows(Tensor.clone)  # views would hold what others have
         elif bits == 4:
             quantized = keep_int4(*kept(*self._reader.integers(parts, rows, columns, unpair)))
         else:

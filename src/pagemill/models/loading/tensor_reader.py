@@ -80,7 +80,9 @@ class TensorReader:
         for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
             name, out = f"{part}.weight", joined.rows(itemgetter(slice(begin, begin + count)))
             if not self._checkpoint.round_into(name, out):
-                raise self._not_finite(name)
+                raise CorruptWeightsError(
+                    f"tensor {name!r} in {self._checkpoint.path} is not finite; download it again"
+                )
             self._count(name)
             for each in out.parts:
                 if (ordered := _in_order(each, unpair, index)) is not each:
@@ -209,13 +211,10 @@ class TensorReader:
         low, high = torch.aminmax(torch.stack(ends))
         if not (math.isfinite(low) and math.isfinite(high)):
             dtype = str(out.dtype).removeprefix("torch.")
-            raise self._not_finite(name, f" in {dtype} (from {low:g} to {high:g})")
-
-    def _not_finite(self, name: str, how: str = "") -> CorruptWeightsError:
-        return CorruptWeightsError(
-            f"tensor {name!r} in {self._checkpoint.path} is not finite{how}; download it again, or load it with "
-            f"dtype='float32' if it is sound"
-        )
+            raise CorruptWeightsError(
+                f"tensor {name!r} in {self._checkpoint.path} is not finite in {dtype} (from {low:g} to {high:g}); "
+                f"download it again, or load it with dtype='float32' if it is sound"
+            )
 
     def _count(self, name: str) -> None:
         self.used.add(name)
