@@ -98,8 +98,8 @@ class Passes:
         self.rests = False
         self.branches = True
 
-    def propose(self, room: Any, rows: int, budget: int, limit_s: float) -> Any:
-        proposed = {} if self.rests else self._drafter.propose(room, rows, budget, limit_s)
+    def propose(self, room: Any, rows: int, budget: int, limit_s: float, branches: int) -> Any:
+        proposed = {} if self.rests else self._drafter.propose(room, rows, budget, limit_s, branches)
         return proposed if self.branches else {sequence: paths[:1] for sequence, paths in proposed.items()}
 
     def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:

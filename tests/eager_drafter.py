@@ -27,7 +27,7 @@ class Eager:
     def may_draft(self, rows):
         return self._random.random() < 0.5
 
-    def propose(self, room, rows, budget, limit_s):
+    def propose(self, room, rows, budget, limit_s, branches):
         asked = {}
         for sequence, most in room.items():
             count = min(most, budget, self._random.randint(1, self._most))

@@ -85,9 +85,9 @@ def test_drafts_of_some_steps_change_no_answer(requests, expected, make_engine):
     drafter = core.scheduler.drafter = Eager(seed=3)
     propose, of = drafter.propose, {key[0]: run for key, run in expected.tokens.items()}
 
-    def guess(room, rows, budget, limit_s):
+    def guess(room, rows, budget, limit_s, branches):
         """Right ones and wrong ones."""
-        drafts = propose(room, rows, budget, limit_s)
+        drafts = propose(room, rows, budget, limit_s, branches)
         for sequence, (tokens,) in drafts.items():
             answer = of[sequence.request.request_id]
             at = sequence.num_output_tokens

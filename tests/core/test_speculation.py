@@ -37,10 +37,12 @@ class Eager(NgramDrafter):
         self._random = random.Random(3)
         self._answers = answers
 
-    def propose(self, room, rows, budget, limit_s):
+    def propose(self, room, rows, budget, limit_s, branches):
         for each in (1, 1, 3, 5, 9, 17, 33, 65):
             self._control.note_step(each, each - 1, 0.01, each - 1)
-        proposed = super().propose(room, rows, budget, limit_s) if self._answers is None else self._known(room)
+        proposed = (
+            super().propose(room, rows, budget, limit_s, branches) if self._answers is None else self._known(room)
+        )
         for (drafts,) in proposed.values():
             if self._random.random() < 0.3:
                 drafts[self._random.randrange(len(drafts))] = 77

@@ -112,7 +112,7 @@ class Oracle:
         self.most = most
         self.right = right
 
-    def propose(self, room, rows, budget, limit_s):
+    def propose(self, room, rows, budget, limit_s, branches):
         drafts = {}
         for sequence, most in room.items():
             tokens, seed = list(sequence.tokens), sequence_seed(sequence.request.seed, sequence.index)

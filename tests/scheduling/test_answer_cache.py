@@ -95,7 +95,7 @@ def proposals(root: bytes, others: list[tuple[bytes, list[int]]]) -> list[int]:
     for other, answer in others:
         drafter.answers.add(other, answer, 0)
     sequence = running(root, [5, 6, 7, 8])
-    (drafts,) = drafter.propose({sequence: 8}, 1, 512, 1.0).get(sequence, [[]])
+    (drafts,) = drafter.propose({sequence: 8}, 1, 512, 1.0, 0).get(sequence, [[]])
     return drafts
 
 

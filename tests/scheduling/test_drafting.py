@@ -215,7 +215,7 @@ def test_what_a_draft_model_has_to_take_in_is_worth_it_only_in_a_long_answer():
         request = Request("r", [5] * prompt_len, SamplingParams(max_tokens=max_tokens), 0, 0, 0.0, b"", 4096)
         request.max_len = prompt_len + max_tokens
         sequence = Sequence(request, 0, Rank(0.0, 0, 0), [5] * (prompt_len + answer))
-        return bool(drafter.propose({sequence: 8}, 1, 512, math.inf))
+        return bool(drafter.propose({sequence: 8}, 1, 512, math.inf, 0))
 
     assert wanted(20, 2)
     assert not wanted(1000, 2)
@@ -300,14 +300,16 @@ def test_drafts_do_not_branch_where_that_does_not_pay(share, turn):
 
 
 def test_branches_keep_to_the_limits():
-    def chosen(most: int, left: int, limit_s: float = math.inf, ramped: bool = True) -> list[BranchShape]:
+    def chosen(
+        most: int, left: int, limit_s: float = math.inf, ramped: bool = True, rows: int = 99
+    ) -> list[BranchShape]:
         control, one = ModelDraftControl(0.0, most), Candidate(0.5, 3)
         for tokens in (1, 1, 3, 5, 9, 17, 33):
             control.note_step(tokens, tokens - 1, 0.01 + 1e-6 * tokens, tokens - 1)
         for computed in (4, 8, 16, 32) if ramped else ():
             control.note_work(DraftWork(branched=computed, gained=1))
             control.note_step(2 + computed, 1 + computed, 0.01 + 1e-6 * (2 + computed), 1)
-        control.choose([one], 1, left, limit_s)
+        control.choose([one], 1, left, limit_s, rows)
         assert one.count + sum(1 + shape.length for shape in one.branches) <= left
         return one.branches
 
@@ -316,3 +318,4 @@ def test_branches_keep_to_the_limits():
     assert [len(chosen(9, left)) for left in (3, 6, 7, 99)] == [0, 0, 1, 9]
     assert len(chosen(9, 99, limit_s=0.010012)) <= 2
     assert len(chosen(9, 99, ramped=False)) == 1, "the first step with branches has few"
+    assert [len(chosen(9, 99, rows=rows)) for rows in (0, 1, 5)] == [0, 1, 5]

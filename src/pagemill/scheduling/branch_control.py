@@ -8,6 +8,7 @@ cost, and what branches have brought and cost in all, is measured apart from oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
@@ -73,12 +74,19 @@ class BranchControl:
         self._chance += FORGET * (FIRST_CHANCE - self._chance)
 
     def choose(
-        self, candidates: Sequence[Candidate], tokens: float, seconds: float, left: int, limit_s: float, each_s: float
+        self,
+        candidates: Sequence[Candidate],
+        tokens: float,
+        seconds: float,
+        left: int,
+        limit_s: float,
+        each_s: float,
+        most: float = math.inf,
     ) -> None:
         """Sets the branches of each candidate that has drafts, those that are worth most first.
 
         tokens, seconds: what the step brings and takes without them. left: the most further tokens that it may compute.
-        limit_s: the longest that it may take. each_s: what one more token of a branch takes.
+        limit_s: the longest that it may take. each_s: what one more token of a branch takes. most: of all candidates.
         """
         if not self._most or self._balance < 0:
             return
@@ -86,7 +94,8 @@ class BranchControl:
         heap: list[Weighed] = []
         for place, one in enumerate(candidates):
             self._add(heap, one, place, 0, 1, each_s * tokens / seconds)
-        while heap:
+        while heap and most >= 1:
+            most -= 1
             _, place, shape, gain = heap[0]
             one, cost = candidates[place], (1 + shape.length) * each_s
             if gain * seconds <= MARGIN * cost * tokens or shape.length >= left or seconds + cost > limit_s:

@@ -69,8 +69,18 @@ class ModelDraftControl(DraftControl):
         costs = ((count, count * self._line.each + self._pass_s(count)) for count in (1, rows))
         return any(count * chance * self._line.at(rows) > MARGIN * cost * rows for count, cost in costs)
 
-    def choose(self, candidates: Sequence[Candidate], rows: int, most: int, limit_s: float = math.inf) -> None:
-        """Sets the drafts of each candidate, as `DraftControl.choose` does; draft after draft, as the passes go."""
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        rows: int,
+        most: int,
+        limit_s: float = math.inf,
+        most_branches: float = math.inf,
+    ) -> None:
+        """Sets the drafts of each candidate, as `DraftControl.choose` does; draft after draft, as the passes go.
+
+        most_branches: of all candidates.
+        """
         left, tokens, seconds = min(most, self._reach), float(rows), self._line.at(rows)
         each = self._line.each + self._drafting_s()
         going = [one for one in candidates if one.most]
@@ -90,7 +100,7 @@ class ModelDraftControl(DraftControl):
             going = [one for _, one in chosen if one.most > depth]
         left = most - sum(one.count for one in candidates)
         of_branch = self.branches.each_s(self._line.each) + self._drafting_s()
-        self.branches.choose(candidates, tokens, seconds, left, limit_s, of_branch)
+        self.branches.choose(candidates, tokens, seconds, left, limit_s, of_branch, most_branches)
 
     def _drafting_s(self) -> float:
         """Returns by how much a row more lengthens a pass, in seconds."""

@@ -57,7 +57,7 @@ class ModelDrafter:
         return self._control.pays(1.0, rows)
 
     def propose(
-        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
+        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float, branches: int
     ) -> dict[Sequence, list[list[int]]]:
         if not self.may_draft(rows):
             return {}
@@ -68,7 +68,7 @@ class ModelDrafter:
             drafting = sequence.drafting
             if self._is_worth_catching_up(sequence, drafting, rows):
                 found.append((sequence, drafting, Candidate(drafting.chance, min(most, self._most))))
-        self._control.choose([candidate for *_, candidate in found], rows, budget, limit_s)
+        self._control.choose([candidate for *_, candidate in found], rows, budget, limit_s, branches)
         proposed = {sequence: _paths(one) for sequence, _, one in found if one.count}
         for sequence, drafting, _ in found:
             if sequence not in proposed:

@@ -40,14 +40,14 @@ class Drafter(Protocol):
         """Returns whether drafts could pay in a step in which so many rows generate."""
 
     def propose(
-        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
+        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float, branches: int
     ) -> dict[Sequence, list[list[int]]]:
         """Returns paths of drafts, as of a plan, none empty, for each sequence that gets any. All but the first are no
         longer than that, and leave it somewhere.
 
         room: by sequence, the most drafts that it may get on a path. rows: how many rows generate in the step. budget:
         the most tokens that the step computes for drafts, a further one for each path but the first. limit_s: the
-        longest that the step should take.
+        longest that the step should take. branches: the most paths beside the first of all sequences.
         """
 
     def verified(self, sequence: Sequence, tree: Tree) -> None:
@@ -70,13 +70,14 @@ def add_drafts(state: SchedulerState, draft: StepDraft, drafter: Drafter, now: f
     if not room or draft.budget < 1 or (rows < len(draft.planned) and limit_s < math.inf):
         return
     draft.catch_up = draft.budget
-    proposed = drafter.propose(room, rows, draft.budget, limit_s)
+    free_rows = 0 if state.batch.flights else state.batch.num_free
+    proposed = drafter.propose(room, rows, draft.budget, limit_s, free_rows)
     for sequence, (first, *_) in proposed.items():
         fitting = first[: _reserve(state.memory, sequence, len(first))]
         if fitting:
             draft.add_drafts(sequence, fitting)
     for sequence, (first, *others) in proposed.items():
-        if others and draft.drafts.get(sequence) == first and not state.batch.flights:
+        if free_rows and others and draft.drafts.get(sequence) == first:
             _branch(state, draft, sequence, others, now)
 
 
@@ -129,7 +130,7 @@ class NgramDrafter:
         return self._control.pays(1.0, rows)
 
     def propose(
-        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
+        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float, branches: int
     ) -> dict[Sequence, list[list[int]]]:
         if not self.may_draft(rows):
             return {}
