@@ -112,10 +112,15 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
         int, _counter("spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted.")
     ] = 0
     draft_branches: Annotated[
-        int, _counter("spec_decode_num_branches", "Paths of drafted tokens beside the likeliest of their step.")
+        int,
+        _counter(
+            "spec_decode_num_branches",
+            "Less likely paths of drafted tokens, verified beside the likeliest one of a step.",
+        ),
     ] = 0
     accepted_branches: Annotated[
-        int, _counter("spec_decode_num_accepted_branches", "Paths beside the likeliest that the model followed.")
+        int,
+        _counter("spec_decode_num_accepted_branches", "Less likely paths of drafted tokens that the model followed."),
     ] = 0
     drafted_per_position: Annotated[
         list[int],
