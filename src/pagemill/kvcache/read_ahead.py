@@ -48,6 +48,9 @@ class ReadAhead:
         """
         runs = [_runs(each, self._piece_bytes) for each in frames]
         layers = len(self._regions)
+        for layer, (_, reading) in [*self._under_way.items()]:  # of an earlier step, maybe long ago: it is tried anew
+            if reading.done() and not reading.result():
+                del self._under_way[layer]
 
         def read(layer: int) -> None:
             wanted = runs[self._groups[layer]]
