@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from scheduler_bench import Bench, expected, make_request
 
+from pagemill.engine.outputs import outputs_of
+from pagemill.sampling.params import TokenLogprobs
 from pagemill.scheduling.scheduler import SCORED_BESIDE
 
 
@@ -41,3 +43,17 @@ def test_alone_they_fill_the_step():
     bench.step()
     assert computed(bench, "alone") == 50
     bench.run()
+
+
+def test_what_is_told_of_several_steps_at_once_has_the_prompts_with_the_first_token():
+    bench = Bench(frames=200, block_size=4, max_num_seqs=8, budget=64)
+    bench.scheduler.add(scored("r", 8))
+    of_prompt, updates = [TokenLogprobs([3], [-1.0], 1)] * 7, []
+    for found in ({0: of_prompt}, {}):
+        plan = bench.scheduler.schedule(0.0)
+        bench.device.apply(plan)
+        result = bench.device.run(plan)
+        result.prompt_logprobs = found
+        updates += bench.scheduler.commit(result, 0.0)
+    told = outputs_of(updates, bench.memory)
+    assert [output.prompt_logprobs for output in told] == [[None, *of_prompt], None]

@@ -25,13 +25,12 @@ def _output(update: SequenceUpdate, memory: MemoryManager | None) -> SequenceOut
         num_cached_tokens=sequence.num_cached_tokens,
         scheduled_s=sequence.scheduled_s or 0.0,
         drafted=update.drafted,
+        prompt_logprobs=update.prompt_logprobs,
     )
     if sequence.table is None:
         output.kv_blocks = sequence.residency
     elif memory is not None:
         output.kv_blocks = memory.residency(sequence.table)
-    if sequence.prompt_logprobs and sequence.num_output_tokens == len(tokens) and update.error is None:
-        output.prompt_logprobs = sequence.prompt_logprobs
     if update.finish_reason is not None and (embedding := sequence.embedding) is not None:
         output.pooled = embedding.tobytes()
     if (hypothesis := update.hypothesis) is not None:

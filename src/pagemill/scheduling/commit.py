@@ -83,12 +83,17 @@ class Commits:
                 self.note_answer(sequence)
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
-            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, drafted))
+            update = SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, drafted)
+            if sequence.prompt_logprobs and sequence.num_output_tokens == len(accepted):
+                update.prompt_logprobs = sequence.prompt_logprobs
+            updates.append(update)
         for position in flight.computed:
             sequence = entries[position].sequence
             if sequence.status is not finished and position not in failed:
                 state.finish(sequence, now)
-                updates.append(SequenceUpdate(sequence, [], None, "length" if sequence.pooled is None else "stop"))
+                update = SequenceUpdate(sequence, [], None, "length" if sequence.pooled is None else "stop")
+                update.prompt_logprobs = sequence.prompt_logprobs or None
+                updates.append(update)
         return updates
 
     def note_answer(self, sequence: Sequence) -> None:

@@ -248,8 +248,8 @@ class Sequence:
 class SequenceUpdate(msgspec.Struct, gc=False):
     """Holds what a step brought for one sequence.
 
-    The tokens that it accepted, with their log probabilities if it asked for them; its end; what came of its drafts, if
-    it had any; or what a beam search has ended with.
+    The tokens that it accepted, with their log probabilities if it asked for them, those of the prompt with the first
+    token; its end; what came of its drafts, if it had any; or what a beam search has ended with.
     """
 
     sequence: Sequence
@@ -258,6 +258,7 @@ class SequenceUpdate(msgspec.Struct, gc=False):
     finish_reason: str | None
     stop_reason: int | None = None
     drafted: Drafted | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
     hypothesis: Hypothesis | None = None
 
