@@ -7,15 +7,25 @@ import random
 MOST = 4
 
 
-class Eager:
+class SeesTrees:
+    """A drafter that checks what it is told of its drafts. branched: how many branches were followed."""
+
+    branched = 0
+
+    def verified(self, sequence, tree):
+        assert 0 <= tree.right <= tree.first <= tree.drafts
+        assert tree.others >= (tree.gained > 0)
+        self.branched += tree.gained > 0
+
+
+class Eager(SeesTrees):
     """Asks for drafts wherever there may be some, of a share of the sequences at a time: up to `most` on each path,
     and so many branches.
 
-    works: what steps were noted with. branched: how many branches were followed.
+    works: what steps were noted with.
     """
 
     answers = None
-    branched = 0
 
     def __init__(self, seed: int = 0, share: float = 0.7, most: int = MOST, branches: int = 0) -> None:
         self._most = most
@@ -44,11 +54,6 @@ class Eager:
             path[self._random.randrange(len(path))] -= self._random.randint(1, 3)
             paths.append(path)
         return paths
-
-    def verified(self, sequence, tree):
-        assert 0 <= tree.right <= tree.first <= tree.drafts
-        assert tree.others >= (tree.gained > 0)
-        self.branched += tree.gained > 0
 
     def note_step(self, tokens, drafts, accepted, seconds, work):
         self.works.append(work)

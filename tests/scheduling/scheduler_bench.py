@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 from simulated_device import VOCAB, SimulatedDevice, hidden_sum, likeliest, next_token
 
+from eager_drafter import SeesTrees
 from pagemill.errors import KVMemoryError
 from pagemill.memory.digest import root_digest
 from pagemill.memory.eviction import POLICIES
@@ -93,7 +94,7 @@ def expected_of_search(request: Request) -> list[Hypothesis]:
     return search.hypotheses
 
 
-class Oracle:
+class Oracle(SeesTrees):
     """Drafts what will come, wrong at a random place of some drafts, and the more of them the better.
 
     leaves: how often it leaves drafts to the device. branches: the most branches of a sequence's drafts.
@@ -107,7 +108,6 @@ class Oracle:
     def __init__(self, seed: int, most: int = 6, right: float = 0.8, leaves: float = 0.0, branches: int = 0) -> None:
         self.leaves = leaves
         self.branches = branches
-        self.branched = 0
         self.random = random.Random(seed)
         self.most = most
         self.right = right
@@ -139,11 +139,6 @@ class Oracle:
             if path != first[: len(path)]:
                 paths.append(path)
         return paths
-
-    def verified(self, sequence, tree):
-        assert 0 <= tree.right <= tree.first <= tree.drafts
-        assert tree.others >= (tree.gained > 0)
-        self.branched += tree.gained > 0
 
     def note_step(self, tokens, drafts, accepted, seconds, work):
         pass

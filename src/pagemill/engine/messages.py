@@ -166,7 +166,7 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     scheduled_s: float = 0.0
     """When the request first entered a step."""
     drafted: Drafted | None = None
-    """What came of the drafts that the step verified."""
+    """Says what came of the drafts that the step verified; None if it had none."""
 
 
 def refusals(request: EngineRequest, error: Exception) -> list[SequenceOutput]:

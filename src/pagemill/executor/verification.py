@@ -10,6 +10,7 @@ Where drafts branch, the draw is compared with those of all paths that have come
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -98,12 +99,11 @@ def verify(plan: StepPlan, choose: Choose) -> Verified:
     for walk in walks:
         tokens[walk.sample], logprobs[walk.sample] = walk.tokens, walk.logprobs or None
     if plan.branched:
-        first = Sampled(
-            first.token_ids,
-            first.logprobs,
-            [roots[place] for place in first.not_finite],
-            [roots[place] for place in first.exhausted],
-            {roots[place]: error for place, error in first.failed.items()},
+        first = replace(
+            first,
+            not_finite=[roots[place] for place in first.not_finite],
+            exhausted=[roots[place] for place in first.exhausted],
+            failed={roots[place]: error for place, error in first.failed.items()},
         )
     return Verified(first, tokens, logprobs)
 

@@ -19,20 +19,21 @@ FIRST_CHANCE = 0.35
 LEARN = 0.03
 """The weight of one such token in that chance, beside all before it."""
 FORGET = 0.0005
-"""What each step with drafts and without branches counts, after which there is another try."""
+"""The weight of `FIRST_CHANCE` in that chance after a step whose drafts did not branch: so there is another try."""
 DEAREST = 4.0
 """The most times what another draft's token costs that one of a branch is taken to cost."""
 DEAR_LEARN = 1 / 16
 """The weight of the last step's branches in that, beside all before them."""
 DEAR_FORGET = 1 / 256
-"""What each step without branches counts in that, so that a wrong one does not stay."""
+"""The weight of the usual cost in that after a step without branches: so a wrong one does not stay."""
 MARGIN = 1.3
 """A branch must be worth so many times what it costs: both are known worse than those of other drafts."""
 ALLOWED_LOSS = 0.005
 """The share of the steps' time that branches may cost."""
 
 Weighed = tuple[float, int, BranchShape, float]
-"""What each token that a branch costs is worth, negated; its candidate's place; itself; how many tokens it brings."""
+"""Describes a branch: how many tokens it brings for each that it computes, negated; its candidate's place; its shape;
+and how many tokens it brings."""
 
 
 class BranchControl:

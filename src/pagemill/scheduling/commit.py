@@ -120,7 +120,7 @@ class Commits:
         """Notes what came of a sequence's drafts, of which `right` became tokens of its answer. Returns it."""
         drafted = Drafted(tree.drafts, tree.first, right, tree.branches, tree.gained > 0)
         self.drafts.note(drafted)
-        work, gained = self._draft_work, max(0, right - tree.right) if tree.gained else 0
+        work, gained = self._draft_work, max(0, right - tree.right)
         self._draft_work = work._replace(branched=work.branched + tree.computed, gained=work.gained + gained)
         if self.drafter is not None:
             self.drafter.verified(sequence, tree)
