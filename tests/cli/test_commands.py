@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.waiting import wait_until
 
 from pagemill.cli.serve import url_of
 from pagemill.namespace import Namespace
@@ -283,12 +285,13 @@ def test_a_queue_has_an_end_without_a_tenants_file():
         with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as running:
             lines = running.iter_lines()  # which would close the answer at its own end
             next(lines)
-            late = {**body, "stream": False, "timeout": 1}
-            with concurrent.futures.ThreadPoolExecutor(3) as pool:
-                asked = [pool.submit(httpx.post, f"{url}/completions", json=late, timeout=60) for _ in range(3)]
-            answers = {answer.result().status_code: answer.result() for answer in asked}
-            assert sorted(answer.result().status_code for answer in asked) == [408, 408, 429]
-            refused = answers[429]
+            late = {**body, "stream": False, "timeout": 5}
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                asked = [pool.submit(httpx.post, f"{url}/completions", json=late, timeout=60) for _ in range(2)]
+                metrics = f"{url.removesuffix('/v1')}/metrics"
+                wait_until(lambda: re.search(r"num_requests_waiting\S* 2\b", httpx.get(metrics).text), "none waits")
+                refused = httpx.post(f"{url}/completions", json=late, timeout=60)
+            assert [refused.status_code, *(answer.result().status_code for answer in asked)] == [429, 408, 408]
             assert int(refused.headers["Retry-After"]) >= 1
             assert "2 sequences of tenant 'default' wait, and max_waiting is 2" in refused.json()["error"]["message"]
         server.send_signal(signal.SIGINT)
