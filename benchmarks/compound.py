@@ -33,7 +33,6 @@ from benchmarks.speculation import Workload, prompts_of
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
-from pagemill.errors import ConfigError
 from pagemill.hub import resolve_model
 from pagemill.sampling.params import SamplingParams
 
@@ -121,8 +120,7 @@ def serve(
     return len(tokens) / (time.perf_counter() - begin), tokens
 
 
-def engine(kind: Kind, model: str) -> EngineCore | None:
-    """Returns an engine; None where there can be none of this kind, and prints why."""
+def engine(kind: Kind, model: str) -> EngineCore:
     drafts = DRAFTS[kind.drafts]
     if drafts is not None and drafts["method"] == "draft_model":
         drafts = drafts | {"model": model}
@@ -130,11 +128,7 @@ def engine(kind: Kind, model: str) -> EngineCore | None:
         model=model, dtype="bfloat16", kv_cache_dtype=kind.format, kv_memory="256MiB", max_model_len=4096,
         max_num_seqs=4, speculative_config=drafts, **WEIGHTS[kind.weights],
     )  # fmt: skip
-    try:
-        return EngineCore(config)
-    except ConfigError as error:
-        print(f"{', '.join(kind)}: {error}\n")
-        return None
+    return EngineCore(config)
 
 
 def tokens_per_gib(core: EngineCore, workload: Workload) -> float:
@@ -175,8 +169,6 @@ def report(name: str, measured: Measured, cores: dict[Kind, EngineCore], weights
     print(f"| --- | --- | ---: |{' ---: |' * len(columns)} ---: | ---: |")
     for drafts, format in itertools.product(DRAFTS, FORMATS):
         kinds = [Kind(drafts, format, each) for each in weights]
-        if kinds[0] not in cores:
-            continue
         cells = [Cell(drafts, format, *column) for column in columns]
         gains = "".join(f" {measured.gain(cell):.2f} ({measured.product(cell):.2f}) |" for cell in cells)
         proposed, accepted = map(sum, zip(*(measured.drafts[kind] for kind in kinds), strict=True))
@@ -198,7 +190,7 @@ def main() -> None:
     print(heading(describe_machine()), end="\n\n")
     model, text, weights = str(resolve_model(MODEL)), list(tokenize(MODEL)), options.weights.split(",")
     kinds = map(Kind._make, itertools.product(DRAFTS, FORMATS, weights))
-    cores = {kind: core for kind in kinds if (core := engine(kind, model)) is not None}
+    cores = {kind: engine(kind, model) for kind in kinds}
     for name in options.workloads.split(","):
         report(name, measure(cores, WORKLOADS[name], text, options.rounds), cores, weights)
     for core in cores.values():

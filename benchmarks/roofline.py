@@ -9,9 +9,9 @@ sampled, and attention. Weights count once per step, with the bytes of the dtype
 they are held; a K/V block that several sequences attend counts once. A float32 model may hold what is stored in 16
 bits, or in a GGUF file's integers, as it is stored, and tiles hold bf16 in 12 bits; they then read less than that: the
 share "of held" is of the floor with the bytes that are held.
-Ceilings are the best samples before and after the workloads, by the best library at hand; weights are held against the
-faster of two rates, of a buffer far larger than the caches and of one as large as the weights, which a cache that other
-machines share may partly keep.
+Ceilings are the best samples just before and just after each run, by the best library at hand, since a shared host
+reads twice as fast in some minutes as in others. Weights are held against the faster of two rates, of a buffer far
+larger than the caches and of one as large as the weights, which a cache that other machines share may partly keep.
 
 A second table says where the measured time went: the decoder's operators, the head, the sampler, and the engine itself.
 """
@@ -49,8 +49,8 @@ from pagemill.ops.cpu_ops import CpuLinear, CpuOps
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 GEMM_SIZE = 2048
-BUFFER_BYTES = 2 << 30
-SAMPLES = 10
+BUFFER_BYTES = 1 << 30
+SAMPLES = 6
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,23 @@ class Step:
     logits: int
     attended: int
     kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Holds what one run of a workload took, its steps, and the ceilings around it."""
+
+    wall_s: float
+    steps: list[Step]
+    tokens: int
+    parts: dict[str, float]
+    ceilings: Ceilings
+
+    def share(self, model: Model, dtype: str) -> float:
+        return self.floor_s(model, dtype) / self.wall_s
+
+    def floor_s(self, model: Model, dtype: str) -> float:
+        return sum(model.floor_s(step, self.ceilings, dtype) for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -301,61 +318,65 @@ def main() -> None:
     decoder = engine.core.executor.decoder
     held = Model.of(decoder, engine.core.executor.pool.dtype, held=True)
     model = Model.of(decoder, engine.core.executor.pool.dtype, held=arguments.quantization is not None)
-    ceilings = measure_ceilings(model.layer_bytes + model.head_bytes)
     recorder = Recorder(engine.core)
     text = tokenize(MODEL)
     run_workload(engine, recorder, make("tiny", text, arguments.rounds))
-    runs: dict[str, list[tuple[float, list[Step], int]]] = {}
-    parts: dict[str, list[dict[str, float]]] = {}
+    runs: dict[str, list[Run]] = {name: [] for name in arguments.workloads.split(",")}
+    before = measure_ceilings(model.layer_bytes + model.head_bytes)
     for round in range(arguments.rounds):
-        for name in arguments.workloads.split(","):
+        for name, found in runs.items():
             workload = make(name, text, round)
-            runs.setdefault(name, []).append((*run_workload(engine, recorder, workload), workload.output_tokens))
-            parts.setdefault(name, []).append(recorder.parts(runs[name][-1][0]))
-    ceilings = ceilings.best(measure_ceilings(model.layer_bytes + model.head_bytes))
+            wall_s, steps = run_workload(engine, recorder, workload)
+            after = measure_ceilings(model.layer_bytes + model.head_bytes)
+            parts = recorder.parts(wall_s)
+            found.append(Run(wall_s, steps, workload.output_tokens, parts, before.best(after)))
+            before = after
     arithmetic = arguments.dtype if arguments.quantization is None else "int8"
-    rows: dict[str, dict[str, Any]] = {}
-    for name, rounds in runs.items():
-        floors = [sum(model.floor_s(step, ceilings, arithmetic) for step in steps) for _, steps, _ in rounds]
-        rows[name] = {
-            "steps": median(len(steps) for _, steps, _ in rounds),
-            "tflop": median(sum(map(model.flop, steps)) / 1e12 for _, steps, _ in rounds),
-            "floor_s": median(floors),
-            "wall_s": median(wall for wall, _, _ in rounds),
-            "tokens_per_s": median(tokens / wall for wall, _, tokens in rounds),
-            "floor_tokens_per_s": median(run[2] / floor for run, floor in zip(rounds, floors, strict=True)),
-            "share": median(floor / run[0] for run, floor in zip(rounds, floors, strict=True)),
-            "share_of_held": median(
-                sum(held.floor_s(step, ceilings, arithmetic) for step in steps) / wall for wall, steps, _ in rounds
-            ),
-            "parts_s": {part: median(each[part] for each in parts[name]) for part in parts[name][0]},
-        }
-    report(machine, ceilings, engine.description, rows)
+    rows = {name: summary(found, model, held, arithmetic) for name, found in runs.items()}
+    report(machine, engine.description, rows)
     if arguments.json:
-        found = {
+        figures = {
             "machine": machine,
             "dtype": arguments.dtype,
             "quantization": arguments.quantization,
             "kv_cache_dtype": arguments.kv_cache_dtype,
-            "ceilings": asdict(ceilings),
+            "ceilings": {name: [asdict(run.ceilings) for run in found] for name, found in runs.items()},
             "workloads": rows,
         }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def report(machine: dict[str, object], ceilings: Ceilings, description: str, rows: dict[str, dict[str, Any]]) -> None:
+def summary(runs: list[Run], model: Model, held: Model, dtype: str) -> dict[str, Any]:
+    """Returns the medians of a workload's runs."""
+    return {
+        "steps": median(len(run.steps) for run in runs),
+        "tflop": median(sum(map(model.flop, run.steps)) / 1e12 for run in runs),
+        "read_gb_per_s": median(run.ceilings.read_bytes_per_s / 1e9 for run in runs),
+        "weights_gb_per_s": median(run.ceilings.weight_bytes_per_s / 1e9 for run in runs),
+        "gemm_gflop_per_s": median(run.ceilings.gemm_flop_per_s[dtype] / 1e9 for run in runs),
+        "floor_s": median(run.floor_s(model, dtype) for run in runs),
+        "wall_s": median(run.wall_s for run in runs),
+        "tokens_per_s": median(run.tokens / run.wall_s for run in runs),
+        "share": median(run.share(model, dtype) for run in runs),
+        "share_of_held": median(run.share(held, dtype) for run in runs),
+        "parts_s": {part: median(run.parts[part] for run in runs) for part in runs[0].parts},
+    }
+
+
+def report(machine: dict[str, object], description: str, rows: dict[str, dict[str, Any]]) -> None:
     print(heading(machine))
-    print(description)
-    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in ceilings.gemm_flop_per_s.items())
-    read, weights = ceilings.read_bytes_per_s / 1e9, ceilings.weight_bytes_per_s / 1e9
-    print(f"read {read:.1f} GB/s, as much as the weights {weights:.1f}; GEMM, GFLOP/s or GOP/s: {rates}\n")
-    print("| workload | steps | TFLOP | floor s | measured s | floor tokens/s | tokens/s | share of floor | of held |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(f"{description}\n")
+    print(
+        "| workload | steps | TFLOP | read, as much as the weights, GB/s | GEMM, GFLOP/s | floor s | measured s |",
+        end="",
+    )
+    print(" tokens/s | share of floor | of held |")
+    print("| --- " * 10 + "|")
     for name, row in rows.items():
         print(
-            f"| {name} | {row['steps']:.0f} | {row['tflop']:.2f} | {row['floor_s']:.2f} | {row['wall_s']:.2f} | "
-            f"{row['floor_tokens_per_s']:.1f} | {row['tokens_per_s']:.1f} | {row['share']:.1%} | "
-            f"{row['share_of_held']:.1%} |"
+            f"| {name} | {row['steps']:.0f} | {row['tflop']:.2f} | {row['read_gb_per_s']:.1f}, "
+            f"{row['weights_gb_per_s']:.1f} | {row['gemm_gflop_per_s']:.0f} | {row['floor_s']:.2f} | "
+            f"{row['wall_s']:.2f} | {row['tokens_per_s']:.1f} | {row['share']:.1%} | {row['share_of_held']:.1%} |"
         )
     names = list(next(iter(rows.values()))["parts_s"])
     print("\nWhere the measured time went, by part:\n")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
@@ -92,7 +91,7 @@ def watch_drafts(core: EngineCore) -> list[int]:
         compared.append(len(found.draft_tokens))
         return found, undrafted, work
 
-    kv_dtype = getattr(torch, core.executor.facts.kv.element)
+    kv_dtype = core.executor.facts.kv.name.removesuffix("_mixed")
     draft.propose = watching
     return compared
 
@@ -150,7 +149,11 @@ def test_branches_have_their_sequences_adapter(make, unsure, tmp_path):
     assert core.stats().accepted_branches > 5
 
 
-@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}], ids=["int8 cache", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}, {"kv_cache_dtype": "int4_mixed"}, {"dtype": "bfloat16"}],
+    ids=["int8 cache", "int4 cache", "int4_mixed cache", "bf16"],
+)
 def test_a_draft_model_changes_no_bit_of_narrow_formats(make, settings):
     expected = drive(make(draft=None, **settings), LOAD[:3])
     core = make(**settings)
@@ -246,11 +249,12 @@ def test_narrow_layers_share_a_place_and_wide_ones_are_refused(make, pair, tmp_p
         make(draft=wide)
 
 
-def test_a_model_with_windows_has_the_drafts_layers_in_a_group_of_their_own(make, tmp_path):
+@pytest.mark.parametrize(("kv", "windows"), [("auto", (20, None)), ("int4_mixed", (20, None, 20))])
+def test_a_model_with_windows_has_the_drafts_layers_in_a_group_of_their_own(make, tmp_path, kv, windows):
     model, windowed = save_pair(tmp_path, draft_layers=1, later=0.05, **MISTRAL)
-    expected = drive(make(draft=None, model=model), LOAD[:3])
-    core = make(model=model)
-    assert core.executor.facts.windows == (20, None)
+    expected = drive(make(draft=None, model=model, kv_cache_dtype=kv), LOAD[:3])
+    core = make(model=model, kv_cache_dtype=kv)
+    assert core.executor.facts.windows == windows
     core.scheduler.drafter = Eager(branches=2)
     compared = watch_drafts(core)
     assert_same(drive(core, LOAD[:3]), expected)
@@ -290,11 +294,6 @@ def test_draft_models_that_cannot_draft_are_refused(make, pair, tmp_path):
         make(model=model, draft=draft)
     shutil.copy(model / "tokenizer.json", draft)
     make(model=model, draft=draft)
-
-
-def test_formats_without_a_place_for_marks_are_refused(make, pair):
-    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int4', and its keys have no place for a mark"):
-        make(pair[1], kv_cache_dtype="int4")
 
 
 def test_the_model_as_its_own_draft_model_is_always_right(make_engine, prompts):

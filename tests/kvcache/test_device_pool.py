@@ -90,6 +90,10 @@ def test_further_layers_go_where_a_token_has_the_fewest_places(windows, count, l
     assert [group.layers for group in found.groups] == layers
     assert found.layers_per_frame == places
     assert found.num_layers == len(windows) + count
+    rests = add_full_layers(add_remainders(groups, 4), count)
+    assert rests.groups[: len(layers)] == found.groups
+    assert [group.layers for group in rests.groups[len(layers) :]] == [group.layers for group in groups.groups]
+    assert (rests.layers_per_frame, rests.num_layers) == (places, found.num_layers)
 
 
 def test_bf16_lies_in_pairs_as_products_take_them() -> None:

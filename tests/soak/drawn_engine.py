@@ -45,8 +45,7 @@ WEIGHTS: dict[str, dict[str, str]] = {
 def kinds(seed: int) -> tuple[str, str]:
     """Returns the KV format of a seed's engine, and its way of drafting."""
     name = FORMATS[seed % len(FORMATS)]
-    methods = METHODS[: 3 if kv_format(name).key.packed > 1 else 4]  # such keys have no place for a draft model's mark
-    return name, methods[seed % len(methods)]
+    return name, METHODS[seed % len(METHODS)]
 
 
 class DrawnEngine:

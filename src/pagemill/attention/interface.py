@@ -91,11 +91,14 @@ class GroupBatch:
 
 
 def join_remainders(groups: Sequence[GroupBatch], remainders: int, precise: int) -> tuple[GroupBatch, ...]:
-    """Makes the last `remainders` groups, which hold remainders of the first ones, parts of these."""
+    """Makes the last `remainders` groups, which hold remainders of as many first ones, parts of these."""
     if not remainders:
         return tuple(groups)
-    pairs = zip(groups[:-remainders], groups[-remainders:], strict=True)
-    return tuple(replace(group, remainders=rest, precise=precise) for group, rest in pairs)
+    pairs = zip(groups, groups[-remainders:], strict=False)
+    return (
+        *(replace(group, remainders=rest, precise=precise) for group, rest in pairs),
+        *groups[remainders:-remainders],
+    )
 
 
 class HostLengths(NamedTuple):

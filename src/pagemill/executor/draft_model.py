@@ -72,7 +72,6 @@ class DraftModel:
     def __init__(self, decoder: Decoder, layers: DraftLayers) -> None:
         self.decoder = decoder
         self._layers = layers
-        self._groups = slice(layers.group, layers.group + 1)
 
     def begin(self, pool: DevicePool, rows: Rows, sampler: Sampler) -> None:
         """Takes its places in the pool, once. The sampler knows how each row's tokens are chosen."""
@@ -83,8 +82,8 @@ class DraftModel:
         self._first_streamed = pool.first_streamed
         self._caches = DraftCaches(pool, self._layers, len(self.decoder.spec.layers))
         first = self._caches.layer(0)
-        self._marks = first.key[:, 0] if first.key_scale is None else first.key_scale[:, 0]
-        """[frames, block_size, ...]: one element of each token's key, or its scale."""
+        self._marks = first.key[:, 0] if first.key_scale is None else first.key_scale[:, 0].view(torch.float32)
+        """[frames, block_size, ...]: one element of each token's key, or its scale: of 4 bits, the upper half of it."""
         while self._marks.dim() > 2:
             self._marks = self._marks[..., 0]
 
@@ -224,7 +223,7 @@ class DraftModel:
             others = np.ones(len(slots), dtype=bool)
             others[first] = False
             slots[others] = -1
-        return self.decoder.forward(inputs.token_ids(), inputs.batch(self._groups), self._caches)
+        return self.decoder.forward(inputs.token_ids(), inputs.batch(self._layers.group), self._caches)
 
     def _choose(
         self,

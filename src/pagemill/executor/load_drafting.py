@@ -121,7 +121,7 @@ def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedM
 def place_layers(layout: LayoutMaker, shape: FrameShape, draft: DecoderSpec) -> DraftLayers:
     """Returns where the layers of a draft model go, beside those of the model that has frames of this shape: as many in
     a place of a frame as fit. Raises ConfigError if not even one does."""
-    own = frame_shape(draft, group_layers([None]), shape.block_size, shape.format)
+    own = frame_shape(draft, group_layers([None]), shape.block_size, replace(shape.format, precise=0))
     room, needed = layout(shape, 1).place_bytes, layout(own, 1).place_bytes
     if needed > room:
         raise _refusal(
@@ -130,7 +130,7 @@ def place_layers(layout: LayoutMaker, shape: FrameShape, draft: DecoderSpec) -> 
         )
     per_place = room // needed
     groups = add_full_layers(shape.groups, -(-len(draft.layers) // per_place))
-    before, after = (room * len(each.groups) * each.layers_per_frame for each in (shape.groups, groups))
+    before, after = (room * each.num_places for each in (shape.groups, groups))
     logger.info(
         "with the draft model's keys and values, %d bytes each of %d layers, %d tokens take %d bytes instead of %d",
         needed, len(draft.layers), shape.block_size, after, before,
@@ -146,8 +146,6 @@ def joint_fingerprint(model: LoadedModel, draft: LoadedModel) -> bytes:
 def _check_draft_format(kv: KVFormat, draft: DecoderSpec) -> None:
     """Raises ConfigError where a draft model's keys and values cannot lie in the model's blocks in this format."""
     why = kv.refusal(draft.head_dim, values_in_keys=draft.latent is not None)
-    if kv.key.packed > 1:
-        why = "its keys have no place for a mark that says which of them the draft model has not written"
     if why is not None:
         raise _refusal(f"kv_cache_dtype is {kv.name!r}, and {why}; {other_formats(draft)}")
 

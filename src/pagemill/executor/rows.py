@@ -40,9 +40,13 @@ class Inputs:
         """Returns the tokens, int64 [tokens], on the device."""
         return self._state.to_device(self._state.tokens[self.rows, self.positions].astype(np.int64))
 
-    def batch(self, groups: slice = slice(None)) -> AttentionBatch:
-        """Returns what attention needs, on the device, with these of the layer groups."""
+    def batch(self, group: int | None = None) -> AttentionBatch:
+        """Returns what attention needs, on the device.
+
+        group: the only one of the layer groups, without remainders; None: all have what they have.
+        """
         to_device, longest = self._state.to_device, int(self.context_lens.max())
+        groups = slice(None) if group is None else slice(group, group + 1)
         tables = self._state.tables[groups][:, self.of_rows, : -(-longest // self._state.block_size)]
         parts = [
             GroupBatch(to_device(table), to_device(slots))
@@ -52,7 +56,7 @@ class Inputs:
             query_start=to_device(self.query_start),
             context_lens=to_device(self.context_lens),
             positions=to_device(self.positions),
-            groups=join_remainders(parts, self._state.num_remainders, self._state.precise),
+            groups=join_remainders(parts, self._state.num_remainders if group is None else 0, self._state.precise),
             max_query_len=int(self.query_lens.max()),
             max_context_len=longest,
             host=HostLengths(torch.from_numpy(self.query_lens), torch.from_numpy(self.context_lens)),

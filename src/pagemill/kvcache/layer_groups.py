@@ -6,7 +6,7 @@ All groups keep the same number of layers (some padded), so their blocks have eq
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class LayerGroups:
     @property
     def num_layers(self) -> int:
         return sum(len(group.layers) for group in self.groups[: len(self.groups) - self.remainders])
+
+    @property
+    def num_places(self) -> int:
+        """Places that a token takes, remainders aside."""
+        return (len(self.groups) - self.remainders) * self.layers_per_frame
 
     def place(self, layer: int) -> tuple[int, int]:
         """Returns (group, place within the frame) of a model layer. Raises KeyError for a layer that is in no group."""
@@ -73,20 +78,27 @@ def add_remainders(groups: LayerGroups, window: int) -> LayerGroups:
 
 def add_full_layers(groups: LayerGroups, count: int) -> LayerGroups:
     """Returns groups that hold `count` more layers, with full attention, all in one group, numbered on from the others.
+    These have no remainders.
 
     They go to the group with full attention that has the fewest layers, whose frames then have more places, or into a
     group of their own: whichever gives a token of a full context fewer places.
     """
     first = groups.num_layers
     more = tuple(range(first, first + count))
-    full = [index for index, group in enumerate(groups.groups) if group.window is None]
-    alone = LayerGroups((*groups.groups, LayerGroup(None, more)), max(groups.layers_per_frame, count))
+    held, rest = groups.groups[: (end := len(groups.groups) - groups.remainders)], groups.groups[end:]
+    full = [index for index, group in enumerate(held) if group.window is None]
+    alone = replace(
+        groups,
+        groups=(*held, LayerGroup(None, more), *rest),
+        layers_per_frame=max(groups.layers_per_frame, count),
+    )
     if not full:
         return alone
-    at = min(full, key=lambda index: len(groups.groups[index].layers))
-    layers = groups.groups[at].layers + more
-    grown = LayerGroup(None, layers)
-    joined = LayerGroups(
-        (*groups.groups[:at], grown, *groups.groups[at + 1 :]), max(groups.layers_per_frame, len(layers))
+    at = min(full, key=lambda index: len(held[index].layers))
+    grown = LayerGroup(None, held[at].layers + more)
+    joined = replace(
+        groups,
+        groups=(*held[:at], grown, *held[at + 1 :], *rest),
+        layers_per_frame=max(groups.layers_per_frame, len(grown.layers)),
     )
-    return min(joined, alone, key=lambda one: len(one.groups) * one.layers_per_frame)
+    return min(joined, alone, key=lambda one: one.num_places)
