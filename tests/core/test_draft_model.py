@@ -294,6 +294,9 @@ def test_draft_models_that_cannot_draft_are_refused(make, pair, tmp_path):
         make(model=model, draft=draft)
     shutil.copy(model / "tokenizer.json", draft)
     make(model=model, draft=draft)
+    _, small = save_pair(tmp_path / "small", draft_layers=1, later=1.0, **SIZES | {"head_dim": 16})
+    with pytest.raises(ConfigError, match="'int4_mixed', and it holds heads of multiples of 32"):
+        make(draft=small, kv_cache_dtype="int4_mixed")
 
 
 def test_the_model_as_its_own_draft_model_is_always_right(make_engine, prompts):

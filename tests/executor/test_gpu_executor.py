@@ -108,10 +108,11 @@ def test_random_schedules_bring_the_tokens_of_the_host_and_break_no_order(small_
     check_against_host(small_model, device, seed, BACKEND)
 
 
-def test_drafts_that_branch_bring_the_tokens_of_the_host_and_break_no_order(device, tmp_path):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+@pytest.mark.parametrize(("kv", "heads"), [("auto", 4), ("int4_mixed", 2)])
+def test_drafts_that_branch_bring_the_tokens_of_the_host_and_break_no_order(device, tmp_path, kv, heads):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": heads}
     model, draft = save_pair(tmp_path, draft_layers=1, later=0.3, vocab_size=64, num_key_value_heads=2, **sizes)
-    settings = SMALL | {"kv_memory": 1 << 19, "max_num_seqs": 16}
+    settings = SMALL | {"kv_memory": 1 << 19, "max_num_seqs": 16, "kv_cache_dtype": kv}
     plain = EngineConfig(model=str(model), **settings)
     drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
     config = EngineConfig(model=str(model), **settings, speculative_config=drafts)
