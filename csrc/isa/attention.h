@@ -12,6 +12,7 @@
 
 #include "../threads.h"
 #include "attention_bytes.h"
+#include "attention_float8.h"
 #include "attention_pairs.h"
 #include "attention_plan.h"
 #include "attention_tiled.h"
@@ -196,7 +197,11 @@ template <class Body> INLINE void with_integer_types(const LayerCache& cache, Bo
 void attend(const AttentionArgs& args) {
     const DType key = args.cache.key.type;
 #if defined(__AVX512BF16__)
-    if (args.type == DType::bf16 && key == DType::bf16) return attend_with<PairPass, TiledPass>(args);
+    if (args.type == DType::bf16 && key == DType::bf16) return attend_with<PairPass<bf16>, TiledPass<bf16>>(args);
+    if (args.type == DType::bf16 && lies_in_rows(args.cache)) {
+        if (key == DType::e4m3) return attend_with<PairPass<e4m3>, TiledPass<e4m3>>(args);
+        if (key == DType::e5m2) return attend_with<PairPass<e5m2>, TiledPass<e5m2>>(args);
+    }
 #endif
 #if defined(__AVX512VNNI__) && !(defined(PAGEMILL_BELOW) && defined(__AVX512BF16__))
     // Where there are instructions for bytes, and keys and values lie as these take them.

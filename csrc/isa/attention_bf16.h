@@ -178,6 +178,11 @@ INLINE void put_weights(float* to, const bf16* weights, int count) {
     for (int i = 0; i < count; i += W) store(to + i, load(weights + i));
 }
 
+INLINE void split_pairs(__m512i pairs, F& even, F& odd) {
+    even.v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    odd.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000))));
+}
+
 // The two chains of a step, for MR rows and NV vectors.
 template <int MR, int NV> struct PairChains {
     F even[MR][NV], odd[MR][NV];
@@ -186,13 +191,12 @@ template <int MR, int NV> struct PairChains {
         for (int r = 0; r < MR; ++r)
             for (int v = 0; v < NV; ++v) even[r][v] = odd[r][v] = zero();
     }
-    // Vector v of pairs, at(v), times each row's factors x[r * row] for its first elements and x[r * row + next] for
+    // Vector v of pairs, y(v), times each row's factors x[r * row] for its first elements and x[r * row + next] for
     // its second.
-    template <class At> INLINE void add(const At& at, const float* x, int64_t row, int64_t next, bool first,
-                                        bool second) {
+    template <class Y> INLINE void add(const Y& y, const float* x, int64_t row, int64_t next, bool first, bool second) {
         for (int v = 0; v < NV; ++v) {
             F e, o;
-            load_pairs(at(v), e, o);
+            split_pairs(y(v), e, o);
             for (int r = 0; r < MR && first; ++r) even[r][v] = fma(broadcast(x[r * row]), e, even[r][v]);
             for (int r = 0; r < MR && second; ++r) odd[r][v] = fma(broadcast(x[r * row + next]), o, odd[r][v]);
         }
@@ -278,15 +282,16 @@ template <int MR, int NV> struct PairChains {
             for (int v = 0; v < NV; ++v) sum[r][v] = zero();
     }
     INLINE void begin_step() {}
-    // Vector v of pairs, at(v), times each row's pair x[r * row]; of the first or second elements only, if so told.
-    template <class At> INLINE void add(const At& at, const float* x, int64_t row, int64_t, bool first, bool second) {
+    // Vector v of pairs, y(v), times each row's pair x[r * row]; of the first or second elements only, if so told.
+    template <class Y> INLINE void add(const Y& y, const float* x, int64_t row, int64_t, bool first, bool second) {
         constexpr __mmask32 kFirst = 0x55555555;
         const __mmask32 taken = (first ? kFirst : 0) | (second ? ~kFirst : 0);
         for (int v = 0; v < NV; ++v) {
-            F y = load((const Pair*)at(v));
-            if (!first || !second) y.v = _mm512_castsi512_ps(_mm512_maskz_mov_epi16(taken, _mm512_castps_si512(y.v)));
+            __m512i pairs = y(v);
+            if (!first || !second) pairs = _mm512_maskz_mov_epi16(taken, pairs);
             for (int r = 0; r < MR; ++r)
-                sum[r][v] = multiply_add(broadcast(x[r * row]), y, sum[r][v], (const Pair*)nullptr);
+                sum[r][v] =
+                    multiply_add(broadcast(x[r * row]), F{_mm512_castsi512_ps(pairs)}, sum[r][v], (const Pair*)nullptr);
         }
     }
     INLINE void end_step(float*, int64_t, bool) const {}

@@ -94,14 +94,20 @@ struct NextKeys {
     int64_t operator[](int i) const { return lesser(token + i * W, last / W * W); }
 };
 
-// Where a row's keys lie from token `token` on; and its values in pairs.
+// How many elements lie side by side in what is read in place: bf16 is read in pairs, int8 in fours, others one by one.
+template <class T> constexpr int kSideBySide = 1;
+template <> constexpr int kSideBySide<bf16> = 2;
+template <> constexpr int kSideBySide<int8_t> = 4;
+
+// Where a row's keys lie from token `token` on, and its values.
 template <class T> INLINE const T* key_at(const AttentionArgs& args, int row, int head, int64_t token) {
     const int size = args.cache.block_size;
     return block_at<T>(args, args.cache.key, row, token / size, head) + token % size * args.cache.key.token;
 }
-INLINE const bf16* value_pairs_at(const AttentionArgs& args, int row, int head, int64_t token) {
+template <class T> INLINE const T* value_at(const AttentionArgs& args, int row, int head, int64_t token) {
     const int size = args.cache.block_size;
-    return block_at<bf16>(args, args.cache.value, row, token / size, head) + token % size / 2 * args.cache.value.token;
+    return block_at<T>(args, args.cache.value, row, token / size, head) +
+           token % size / kSideBySide<T> * args.cache.value.token;
 }
 
 // body(block, offset in it, first token, tokens) for the pieces of blocks that hold keys [begin, end) of the partition

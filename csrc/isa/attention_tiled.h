@@ -1,9 +1,10 @@
-// The pass over a partition for many bf16 queries and a bf16 cache, in tiles of rows; TileProducts multiplies them.
-// Keys and values in pairs are read where they lie; a step's values in two blocks, what ends within a tile, and other
-// layouts are copied.
+// The pass over a partition for many bf16 queries and a cache in bf16, or in floating point of 8 bits, in tiles of
+// rows; TileProducts multiplies them. Keys and values in pairs are read where they lie; a step's values in two blocks,
+// what ends within a tile, and other layouts are copied, and 8 bits widened.
 #pragma once
 
 #include "attention_bf16.h"
+#include "attention_float8.h"
 #include "attention_plan.h"
 #include "attention_tiles.h"
 #include "linear_tiles.h"
@@ -12,7 +13,7 @@
 #if defined(__AVX512BF16__)
 namespace pagemill { namespace {
 
-struct TiledPass {
+template <class T> struct TiledPass {
     static constexpr int kRows = kTileTaskRows, kHeight = TileProducts::kHeight;
     static constexpr int64_t kTile = 512;  // elements of a tile
     static constexpr int kPieceTokens = kPairStep / kPieces;
@@ -77,8 +78,21 @@ struct TiledPass {
     // head.
     void copy_keys(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
         const CacheView& cache = args.cache.key;
-        std::memset(to, 0, dim_steps * kTile * sizeof(bf16));
         const int begin = greater(token, int(range.begin)), end = lesser(token + 16, int(range.end));
+        if constexpr (kIsFloat8<T>) {
+            const __mmask16 tokens = __mmask16(first_bits(end - token) & ~first_bits(begin - token));
+            if (args.cache.head_dim % 32 || !tokens) std::memset((void*)to, 0, dim_steps * kTile * sizeof(bf16));
+            if (!tokens) return;
+            const Widener<T> widener;
+            const T* from = key_at<T>(args, row, head, base + token);
+            for (int d = 0; d < args.cache.head_dim; d += 4, from += 4 * cache.dim, to += 64) {
+                const auto pairs = widener.keys(from, cache.dim);
+                _mm512_storeu_si512(to, _mm512_maskz_mov_epi32(tokens, pairs.first));
+                _mm512_storeu_si512(to + 32, _mm512_maskz_mov_epi32(tokens, pairs.second));
+            }
+            return;
+        }
+        std::memset((void*)to, 0, dim_steps * kTile * sizeof(bf16));
         for_pieces(args, base, begin, end, [&](int64_t, int, int t, int count) {
             const bf16* from = key_at<bf16>(args, row, head, base + t);
             bf16* at = to + (t - token) * 2;
@@ -98,6 +112,25 @@ struct TiledPass {
     // head.
     void copy_values(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
         const CacheView& cache = args.cache.value;
+        if constexpr (kIsFloat8<T>) {
+            const Widener<T> widener;
+            const auto seen = [&](int t) { return t >= range.begin && t < range.end; };
+            for (int t = token; t < token + 32; t += 2, to += 2 * padded) {
+                const bool even = seen(t), odd = seen(t + 1);
+                if (!even && !odd) {
+                    std::memset((void*)to, 0, 2 * padded * sizeof(bf16));
+                    continue;
+                }
+                const T* from = value_at<T>(args, row, head, base + t);
+                for (int d = 0; d < padded; d += 32) {
+                    const __mmask32 here = first_bits(padded - d);
+                    const auto pairs = widener.values(from + d, cache.token, even ? here : 0, odd ? here : 0);
+                    _mm512_storeu_si512(to + 2 * d, pairs.first);
+                    if (d + 16 < padded) _mm512_storeu_si512(to + 2 * d + 32, pairs.second);
+                }
+            }
+            return;
+        }
         if (cache.beside != 2) {
             std::memset(to, 0, dim_tiles * kTile * sizeof(bf16));
             for (int t = greater(token, int(range.begin)); t < lesser(token + 32, int(range.end)); ++t) {
@@ -116,7 +149,7 @@ struct TiledPass {
             const bool even = t >= range.begin && t < range.end, odd = t + 1 >= range.begin && t + 1 < range.end;
             const __mmask32 tokens = (even ? kEven : 0) | (odd ? ~kEven : 0);
             if (tokens && left <= 0) {
-                from = value_pairs_at(args, row, head, base + t);
+                from = value_at<bf16>(args, row, head, base + t);
                 left = (args.cache.block_size - (base + t) % args.cache.block_size) / 2;
             }
             for (int d = 0; d < padded; d += 16)
@@ -153,7 +186,7 @@ struct TiledPass {
             if (values_in_place && token >= begin && token + kPairStep <= end) {
                 for (int p = 0; p < kPieces; ++p)
                     at.values[s * kPieces + p] =
-                        (const char*)value_pairs_at(args, row, head, base + token + p * kPieceTokens);
+                        (const char*)value_at<bf16>(args, row, head, base + token + p * kPieceTokens);
             } else {
                 bf16* to = values + s * dim_tiles * kTile;
                 copy_values(row, head, base, token, all, to);

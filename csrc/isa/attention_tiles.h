@@ -2,6 +2,7 @@
 // folding of partitions, which all ways share.
 #pragma once
 
+#include "attention_plan.h"
 #include "math.h"
 #include "simd.h"
 
@@ -27,10 +28,6 @@ struct TileOperand {
     int64_t row, step, tile;
 };
 
-// How many elements lie side by side in what is read in place: bf16 is read in pairs, int8 in fours, others one by one.
-template <class T> constexpr int kSideBySide = 1;
-template <> constexpr int kSideBySide<bf16> = 2;
-template <> constexpr int kSideBySide<int8_t> = 4;
 template <class T> INLINE void load_each(const T* p, F (&x)[1]) { x[0] = load(p); }
 INLINE void load_each(const bf16* p, F (&x)[2]) { load_pairs(p, x[0], x[1]); }
 INLINE void load_each(const int8_t* p, F (&x)[4]) {

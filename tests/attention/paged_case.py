@@ -82,17 +82,21 @@ class PagedCase:
     def lse_tolerance(self, backend: AttentionBackend) -> float:
         """Returns how far a backend's log-sum-exp may be from the dense one's.
 
-        Sums are fp32, with three exceptions: products of bf16 add weights as they are rounded; over integers the CPU
-        makes two-byte integers of 16-bit queries; and where keys have 4 bits, Triton rounds 16-bit queries and keys to
-        fp16 as they are rotated.
+        Sums are fp32, with three exceptions: products of bf16, over keys and values of 8 bits in floating point too,
+        add weights as they are rounded; over integers the CPU makes two-byte integers of 16-bit queries; and where keys
+        have 4 bits, Triton rounds 16-bit queries and keys to fp16 as they are rotated.
         """
+        key = self.cache.key.dtype
+        if isinstance(backend, CpuAttention) and _kernels.isa() in ("amx_bf16", "avx512_bf16"):
+            in_bf16 = key == torch.bfloat16 or (key.is_floating_point and key.itemsize == 1)
+            if in_bf16 and self.query_dtype == torch.bfloat16:
+                return 5e-3
         if self.narrow and self.query_dtype != torch.float32:
             if isinstance(backend, CpuAttention):
                 return 1e-3
-            rounded = backend.name.startswith("triton") and self.cache.key.dtype == torch.uint8
+            rounded = backend.name.startswith("triton") and key == torch.uint8
             return 3e-3 if rounded else 1e-5
-        rounded = isinstance(backend, CpuAttention) and _kernels.isa() in ("amx_bf16", "avx512_bf16")
-        return 5e-3 if rounded and self.dtype == self.query_dtype == torch.bfloat16 else 1e-5
+        return 1e-5
 
     @property
     def cache(self) -> LayerCache:

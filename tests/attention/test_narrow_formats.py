@@ -204,3 +204,28 @@ def test_caches_that_the_kernels_cannot_read() -> None:
     refused("cache of uint8 needs int32 scales", cache.key, cache.value, cache.value_scale, cache.value_scale)
     mixed = DevicePool(2, frame_shape([None], 2, 64, 8, "int8/int4")).layer(0)
     refused("must be equal in size and dtype", cache.key, mixed.key, cache.key_scale, mixed.key_scale)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 40])
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_number_of_8_bits_is_itself(backend: AttentionBackend, format: str, block_size: int, heads: int) -> None:
+    """Of contexts of one token the output is its value, and the log-sum-exp a product with its key."""
+    case = PagedCase(
+        [(1, 1)] * 4, heads=heads, kv_heads=1, head_dim=64, block_size=block_size, dtype=format,
+        query_dtype=torch.bfloat16,
+    )  # fmt: skip
+    cache, codes = case.cache, torch.arange(256, dtype=torch.uint8).view(4, 64)
+    numbers = codes.view(cache.key.dtype).float()
+    frames = case.tables[:, 0].long()
+    cache.value.view(torch.uint8)[frames, 0, 0] = codes
+    cache.key.view(torch.uint8)[frames, 0, 0] = torch.where(numbers.isfinite(), codes, 0)
+    for first in range(0, 64, heads):
+        asked = [min(first + head, 63) for head in range(heads)]
+        query = torch.zeros(4, heads, 64, dtype=torch.bfloat16)
+        query[:, torch.arange(heads), asked] = 1.0
+        _, batch = case.whole()
+        output, lse = backend.attend(query, cache, batch, 0, scale=1.0, return_lse=True)
+        torch.testing.assert_close(output.float(), numbers[:, None].expand_as(output), rtol=0, atol=0, equal_nan=True)
+        assert lse is not None
+        torch.testing.assert_close(lse, numbers[:, asked].nan_to_num(0.0, 0.0, 0.0), rtol=1e-6, atol=0)

@@ -47,6 +47,8 @@ def same(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tens
         (torch.bfloat16, torch.bfloat16, 64, 16),
         (torch.bfloat16, torch.bfloat16, 80, 8),
         (torch.bfloat16, torch.bfloat16, 20, 32),
+        ("fp8_e4m3", torch.bfloat16, 64, 16),
+        ("fp8_e5m2", torch.bfloat16, 48, 32),
         (torch.int8, torch.float32, 96, 32),
         (torch.int8, torch.float32, 40, 8),
     ],

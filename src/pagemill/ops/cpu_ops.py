@@ -18,7 +18,7 @@ from pagemill.ops.interface import AllowedOutputs, LowRankRun
 from pagemill.ops.low_rank import LowRankPart, check_parts, pad_to_blocks
 from pagemill.ops.quantized import BLOCK, AffineWeight, Float8Weight, QuantizedWeight, check_contiguous
 
-KERNEL_VERSION = 8
+KERNEL_VERSION = 9
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
