@@ -5,10 +5,12 @@
 
 Floor of a workload: the sum over the steps that the engine ran of max(weight bytes / read bandwidth, FLOP / GEMM rate)
 + distinct attended K/V bytes / read bandwidth. FLOP counts the layers for every token, the head for rows that are
-sampled, and attention. Weights count once per step, with the bytes of the dtype that is computed in, quantized ones as
-they are held; a K/V block that several sequences attend counts once. A float32 model may hold what is stored in 16
-bits, or in a GGUF file's integers, as it is stored, and tiles hold bf16 in 12 bits; they then read less than that: the
-share "of held" is of the floor with the bytes that are held.
+sampled, and attention; each at its own rate: of a quantized model, layers at that of int8 products, attention at the
+rate of the dtype of its queries. The last column counts attention at the layers' rate too. Weights count once per step,
+with the bytes of the dtype that is computed in, quantized ones as they are held; a K/V block that several sequences
+attend counts once. A float32 model may hold what is stored in 16 bits, or in a GGUF file's integers, as it is stored,
+and tiles hold bf16 in 12 bits; they then read less than that: the share "of held" is of the floor with the bytes that
+are held.
 Ceilings are the best samples just before and just after each run, by the best library at hand, since a shared host
 reads twice as fast in some minutes as in others. Weights are held against the faster of two rates, of a buffer far
 larger than the caches and of one as large as the weights, which a cache that other machines share may partly keep.
@@ -27,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,6 +87,13 @@ class Step:
     kv_tokens: int
 
 
+class Arithmetic(NamedTuple):
+    """Names what the layers' products and attention's are computed in."""
+
+    layers: str
+    attention: str
+
+
 @dataclass(frozen=True)
 class Run:
     """Holds what one run of a workload took, its steps, and the ceilings around it."""
@@ -95,11 +104,11 @@ class Run:
     parts: dict[str, float]
     ceilings: Ceilings
 
-    def share(self, model: Model, dtype: str) -> float:
-        return self.floor_s(model, dtype) / self.wall_s
+    def share(self, model: Model, arithmetic: Arithmetic) -> float:
+        return self.floor_s(model, arithmetic) / self.wall_s
 
-    def floor_s(self, model: Model, dtype: str) -> float:
-        return sum(model.floor_s(step, self.ceilings, dtype) for step in self.steps)
+    def floor_s(self, model: Model, arithmetic: Arithmetic) -> float:
+        return sum(model.floor_s(step, self.ceilings, arithmetic) for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -142,14 +151,18 @@ class Model:
             kv_bytes_per_token=2 * spec.num_kv_heads * spec.head_dim * kv.itemsize,
         )
 
-    def floor_s(self, step: Step, ceilings: Ceilings, dtype: str) -> float:
+    def floor_s(self, step: Step, ceilings: Ceilings, arithmetic: Arithmetic) -> float:
         weights_s = (self.layer_bytes + (step.logits > 0) * self.head_bytes) / ceilings.weight_bytes_per_s
         kv_s = step.kv_tokens * self.kv_bytes_per_token / ceilings.read_bytes_per_s
-        return max(weights_s, self.flop(step) / ceilings.gemm_flop_per_s[dtype]) + kv_s
+        rates = ceilings.gemm_flop_per_s
+        products_s = self.products(step) / rates[arithmetic.layers]
+        return max(weights_s, products_s + step.attended * self.flop_per_pair / rates[arithmetic.attention]) + kv_s
+
+    def products(self, step: Step) -> int:
+        return 2 * (step.tokens * self.layer_parameters + step.logits * self.head_parameters)
 
     def flop(self, step: Step) -> int:
-        products = 2 * (step.tokens * self.layer_parameters + step.logits * self.head_parameters)
-        return products + step.attended * self.flop_per_pair
+        return self.products(step) + step.attended * self.flop_per_pair
 
 
 def measure_ceilings(weight_bytes: int) -> Ceilings:
@@ -331,7 +344,7 @@ def main() -> None:
             parts = recorder.parts(wall_s)
             found.append(Run(wall_s, steps, workload.output_tokens, parts, before.best(after)))
             before = after
-    arithmetic = arguments.dtype if arguments.quantization is None else "int8"
+    arithmetic = Arithmetic(arguments.dtype if arguments.quantization is None else "int8", arguments.dtype)
     rows = {name: summary(found, model, held, arithmetic) for name, found in runs.items()}
     report(machine, engine.description, rows)
     if arguments.json:
@@ -346,19 +359,20 @@ def main() -> None:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def summary(runs: list[Run], model: Model, held: Model, dtype: str) -> dict[str, Any]:
+def summary(runs: list[Run], model: Model, held: Model, arithmetic: Arithmetic) -> dict[str, Any]:
     """Returns the medians of a workload's runs."""
     return {
         "steps": median(len(run.steps) for run in runs),
         "tflop": median(sum(map(model.flop, run.steps)) / 1e12 for run in runs),
         "read_gb_per_s": median(run.ceilings.read_bytes_per_s / 1e9 for run in runs),
         "weights_gb_per_s": median(run.ceilings.weight_bytes_per_s / 1e9 for run in runs),
-        "gemm_gflop_per_s": median(run.ceilings.gemm_flop_per_s[dtype] / 1e9 for run in runs),
-        "floor_s": median(run.floor_s(model, dtype) for run in runs),
+        "gemm_gflop_per_s": median(run.ceilings.gemm_flop_per_s[arithmetic.layers] / 1e9 for run in runs),
+        "floor_s": median(run.floor_s(model, arithmetic) for run in runs),
         "wall_s": median(run.wall_s for run in runs),
         "tokens_per_s": median(run.tokens / run.wall_s for run in runs),
-        "share": median(run.share(model, dtype) for run in runs),
-        "share_of_held": median(run.share(held, dtype) for run in runs),
+        "share": median(run.share(model, arithmetic) for run in runs),
+        "share_of_held": median(run.share(held, arithmetic) for run in runs),
+        "share_at_one_rate": median(run.share(model, Arithmetic(*[arithmetic.layers] * 2)) for run in runs),
         "parts_s": {part: median(run.parts[part] for run in runs) for part in runs[0].parts},
     }
 
@@ -370,13 +384,14 @@ def report(machine: dict[str, object], description: str, rows: dict[str, dict[st
         "| workload | steps | TFLOP | read, as much as the weights, GB/s | GEMM, GFLOP/s | floor s | measured s |",
         end="",
     )
-    print(" tokens/s | share of floor | of held |")
-    print("| --- " * 10 + "|")
+    print(" tokens/s | share of floor | of held | at one rate |")
+    print("| --- " * 11 + "|")
     for name, row in rows.items():
         print(
             f"| {name} | {row['steps']:.0f} | {row['tflop']:.2f} | {row['read_gb_per_s']:.1f}, "
             f"{row['weights_gb_per_s']:.1f} | {row['gemm_gflop_per_s']:.0f} | {row['floor_s']:.2f} | "
-            f"{row['wall_s']:.2f} | {row['tokens_per_s']:.1f} | {row['share']:.1%} | {row['share_of_held']:.1%} |"
+            f"{row['wall_s']:.2f} | {row['tokens_per_s']:.1f} | {row['share']:.1%} | {row['share_of_held']:.1%} | "
+            f"{row['share_at_one_rate']:.1%} |"
         )
     names = list(next(iter(rows.values()))["parts_s"])
     print("\nWhere the measured time went, by part:\n")
