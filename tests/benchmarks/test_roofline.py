@@ -4,7 +4,7 @@ import pytest
 import torch
 from benchmarks.peers.adapters.pagemill_engine import Engine
 from benchmarks.peers.workloads import make, tokenize
-from benchmarks.roofline import Ceilings, Model, Recorder, Step, run_workload
+from benchmarks.roofline import Arithmetic, Ceilings, Model, Recorder, Step, run_workload
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harness import load_on
@@ -27,13 +27,15 @@ def test_floor_of_one_step(engine):
     assert model.layer_parameters == 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     assert model.head_parameters == 576 * 49152
     assert (model.layer_bytes, model.head_bytes) == (4 * model.layer_parameters, 4 * model.head_parameters)
-    ceilings = Ceilings(1e9, 4e9, {"float32": 1e12})
+    ceilings = Ceilings(1e9, 4e9, {"float32": 1e12, "int8": 5e12})
+    in_float32, quantized = Arithmetic("float32", "float32"), Arithmetic("int8", "float32")
     decode = Step(tokens=1, logits=1, attended=30 * 100, kv_tokens=30 * 100)
     bound_by_reading = (model.layer_bytes + model.head_bytes) / 4e9 + 30 * 100 * 2 * 192 * 4 / 1e9
-    assert model.floor_s(decode, ceilings, "float32") == pytest.approx(bound_by_reading)
+    assert model.floor_s(decode, ceilings, in_float32) == pytest.approx(bound_by_reading)
     prefill = Step(tokens=10000, logits=0, attended=30 * 10000, kv_tokens=0)
-    flop = 2 * 10000 * model.layer_parameters + 4 * 576 * 30 * 10000
-    assert model.floor_s(prefill, ceilings, "float32") == pytest.approx(flop / 1e12)
+    layers, attention = 2 * 10000 * model.layer_parameters, 4 * 576 * 30 * 10000
+    assert model.floor_s(prefill, ceilings, in_float32) == pytest.approx((layers + attention) / 1e12)
+    assert model.floor_s(prefill, ceilings, quantized) == pytest.approx(layers / 5e12 + attention / 1e12)
 
 
 def test_bytes_of_weights_that_are_held_in_16_bits(tmp_path):
