@@ -149,3 +149,20 @@ def test_adapters_are_named_one_by_one():
     for wrong, words in ((["a"], "NAME=PATH"), (["=x"], "NAME=PATH"), (["a=x", "a=y"], "'a' twice")):
         with pytest.raises(ConfigError, match=words):
             call(*(part for text in wrong for part in ("--lora-modules", text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("25.6k", 25_600), ("1.5m", 1_500_000), ("2M", 2 << 20), ("-1", -1)],
+)
+def test_large_numbers_may_be_written_as_for_vllm(text, number):
+    call(f"--max-model-len={text}", f"--max-num-batched-tokens={text}", f"--kv-cache-memory-bytes={text}")
+    assert [*received["settings"].values()] == [number] * 3
+    assert {*received["settings"]} == {"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"}
+
+
+@pytest.mark.parametrize("text", ["", "many", "4q", "1.5", "1.5K", "1.2345k", "4 k", "0x10", "1e3"])
+def test_what_is_no_large_number_is_refused(text):
+    result = call(f"--max-model-len={text}")
+    assert result.exit_code == 2
+    assert f"{text!r} is not an integer; write it" in " ".join(result.output.split())

@@ -21,6 +21,8 @@ import msgspec
 import typer
 
 from pagemill.arguments import Argument, arguments_of
+from pagemill.cli.large_number import FLAGS as LARGE
+from pagemill.cli.large_number import large_number
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.fixed_arguments import OF_ENGINES, Fixed
@@ -184,7 +186,8 @@ def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) 
     if default is not None and default != dataclasses.MISSING and not isinstance(default, (list, dict)):
         text = re.sub(r" Default: [^.]*\.", "", text)  # of the parameter, where the command has its own
         text += f" Default: {str(default).lower() if kind is bool else default}."
-    return Annotated[kind | None, typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)]
+    written: dict[str, Any] = {"parser": large_number, "metavar": "<int>"} if name in LARGE else {}
+    return Annotated[kind | None, typer.Option(flag, help=text, show_default=False, rich_help_panel=panel, **written)]
 
 
 def _paths_by_name(name: str, given: list[str]) -> dict[str, str]:
