@@ -9,14 +9,14 @@ import time
 import numpy as np
 import pytest
 import torch
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pagemill import SamplingParams, StructuredOutputsParams
 from pagemill.errors import InvalidRequestError, SamplingParamsError
 from pagemill.namespace import Namespace
 from pagemill.sampling import grammar, grammar_cache, grammar_rows
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
-from pagemill.sampling.grammar import GrammarChecker
+from pagemill.sampling.grammar import GrammarChecker, lark_of
 from pagemill.sampling.grammar_cache import Grammars
 from pagemill.sampling.grammar_rows import GrammarRows
 from pagemill.sampling.params import MAX_LOGPROBS
@@ -120,6 +120,38 @@ def test_says_what_does_not_compile(checker, given, said):
 def test_takes_what_the_tokens_can_write(checker, given):
     """In JSON, a control character is written with an escape."""
     checker.check(StructuredOutputsParams(**given), Namespace())
+
+
+def accepts(lark, text):
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(lark))
+    assert not matcher.is_error(), matcher.get_error()
+    ids = [*text.encode()]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_classes_of_an_expression_are_ascii():
+    lark = lark_of(StructuredOutputsParams(regex=r"\d[\d.]+\s\w"))
+    assert accepts(lark, "12.5 x")
+    for wrong in ("१2.5 x", "12.5\u205fx", "12.5 é"):
+        assert not accepts(lark, wrong)
+    assert accepts(lark_of(StructuredOutputsParams(regex=r"\p{Nd}")), "१")
+
+
+def test_formats_that_nobody_enforces_say_nothing(checker):
+    properties = {
+        "format": {"type": "string", "format": "path"},
+        "default": {"type": "string", "format": "password"},
+        "day": {"type": "string", "format": "date"},
+        "kind": {"enum": [{"format": "path"}]},
+    }
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    asked = StructuredOutputsParams(json=schema)
+    checker.check(asked, Namespace())
+    answer = {"format": "/", "default": "", "day": "2026-11-28", "kind": {"format": "path"}}
+    assert accepts(lark_of(asked), json.dumps(answer))
+    for name, value in (("day", "tomorrow"), ("kind", {})):
+        assert not accepts(lark_of(asked), json.dumps(answer | {name: value}))
+    checker.check(StructuredOutputsParams(json={"items": {"format": "path"} | _nested(50)}), Namespace())
 
 
 def _nested(depth):

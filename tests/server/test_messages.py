@@ -96,6 +96,15 @@ def test_a_line_for_billing_changes_no_prompt(client, in_blocks):
     assert prompt_tokens(message.usage) == prompt_tokens(plain.usage)
 
 
+def test_the_client_knows_a_request_by_its_id(client):
+    answer = client.messages.with_raw_response.create(**ASKED, messages=HELLO)
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert answer.parse()._request_id == answer.headers["request-id"]  # noqa: SLF001
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        client.messages.create(**ASKED | {"model": "other"}, messages=HELLO)
+    assert refused.value.request_id
+
+
 def test_turns_of_one_role_are_one(client, v1):
     turns = [
         {"role": "user", "content": "Hello!"},

@@ -139,6 +139,16 @@ def test_a_prompt_is_scored_without_an_answer(client, stream):
     assert (plain.text, plain.logprobs) == ("The capital", None)
 
 
+def test_parts_of_characters_have_names_of_their_own(client):
+    asked = {"model": MODEL, "prompt": "naïve 😀é", "echo": True, "logprobs": 3, "max_tokens": 0}
+    found = client.completions.create(**asked).choices[0].logprobs
+    assert any(token.startswith("bytes:\\x") for token in found.tokens)
+    assert not any("\ufffd" in token for token in found.tokens)
+    for token, value, likely in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+        assert likely[token] == value
+        assert len(likely) >= 3
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [

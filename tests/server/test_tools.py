@@ -204,6 +204,25 @@ def test_a_call_that_is_wanted_always_comes_and_is_valid(client, stream, choice)
             assert (choice, call["function"]) == ("required", {"name": "now", "arguments": "{}"})
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_openais_own_accumulator_puts_a_streamed_call_together(client, choice):
+    asked = {**ASKED, "tools": TOOLS, "tool_choice": choice, "max_tokens": 100}
+    with client.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert call.type == "function"
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 9])
+def test_a_call_that_is_cut_before_its_name_is_no_content(client, stream, tokens):
+    asked = {"tools": TOOLS, "tool_choice": "required", "stop": None, "max_tokens": tokens}
+    ((message, reason),) = answers(client, stream, **asked)
+    assert (message.get("content") or None, message.get("tool_calls"), reason) == (None, None, "length")
+
+
 def test_the_example_calls_a_tool_and_answers(server, monkeypatch, capsys):
     example = Path(__file__).parents[2] / "examples" / "agent.py"
     monkeypatch.setattr(sys, "argv", ["agent.py", "--url", f"{server.url}/v1", "What is 17 times 23?"])

@@ -241,7 +241,7 @@ class InputProcessor:
             raise errors.PromptTooLongError(
                 f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
                 f"{prompt_len + params.max_tokens}, over max_model_len ({limit}); ask for at most {room} tokens, or "
-                f"leave max_tokens out to use what is left",
+                f"shorten the prompt",
                 param="max_tokens",
             )
         if params.bad_words:

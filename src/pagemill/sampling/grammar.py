@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pagemill.errors import SamplingParamsError, shown
 from pagemill.namespace import Namespace
 from pagemill.sampling.literals import literals_of
+from pagemill.sampling.schema_formats import leave_out_unknown_formats
 from pagemill.sampling.structured import StructuredOutputsParams
 
 T = TypeVar("T")
@@ -38,6 +39,9 @@ LIMITS = LLParserLimits(
 """What one grammar may cost: about 0.3 s to compile, 5 ms for a mask, 15 MB for its automaton."""
 WHITESPACE = r"[ \n\r\t]{1,40}"
 """White space between the parts of JSON, where there is any: a model that has begun it must come to an end."""
+ASCII_CLASSES = "dws"
+"""Classes of regular expressions that stand for ASCII alone, as in JSON schemas and for vLLM: what reads a date or a
+number seldom takes the digits of all scripts."""
 FREE_TOKENS = '%llguidance {"no_forcing": true}'
 """Leaves it to the model how a text that must come is cut into tokens. To look for the only cut there is would take
 time in proportion to that text, for every token, and an expression of a few characters may stand for a million."""
@@ -69,7 +73,7 @@ def lark_of(asked: StructuredOutputsParams) -> str:
             asked.whitespace_pattern or WHITESPACE,
         )
     if asked.regex is not None:
-        rules = f"start: /{regex_to_lark(asked.regex, '')}/"
+        rules = f"start: /{regex_to_lark(asked.regex, ASCII_CLASSES)}/"
     elif asked.choice is not None:
         rules = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, asked.choice))}"
     else:
@@ -178,6 +182,7 @@ def _of_schema(text: str | None, compact: bool, whitespace: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise _refusal(f"a JSON schema is an object, not {schema!r:.100}")
+    leave_out_unknown_formats(schema)
     options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": whitespace}
     own = schema.get("x-guidance")
     schema["x-guidance"] = options | (own if isinstance(own, dict) else {})

@@ -11,7 +11,7 @@ from pagemill.errors import InvalidRequestError, shown
 MAX_DEPTH = 64
 """Lists and objects inside each other, in tools, documents, template options and a call's arguments."""
 
-_HINT = "send what the model's call had, a JSON object"
+_HINT = "send a JSON object; a call that was cut has none: leave it out, or put its text into the message's content"
 
 
 def functions_of(tools: Iterable[Any] | None) -> dict[str, Mapping[str, Any]]:

@@ -15,10 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill.errors import InvalidRequestError, shown
 from pagemill.frontend.outputs import RequestMetrics
 from pagemill.server.logs.output import fields
+from pagemill.server.protocol.anthropic_errors import is_anthropic
 from pagemill.server.protocol.errors import CLIENT_CLOSED_REQUEST, error_answer
 
 LOGGER = logging.getLogger("pagemill.access")
 REQUEST_ID = "X-Request-Id"
+ANTHROPICS_ID = "Request-Id"
+"""Anthropic's name of the same header."""
 MAX_REQUEST_ID = 128
 MAX_PATH = 256
 """Characters of a path that a line has."""
@@ -111,7 +114,8 @@ class AccessLog:
                 status = message["status"]
                 headers = [*message.get("headers", ())]
                 if self._tells_ids:
-                    headers.insert(0, (REQUEST_ID.lower().encode(), request_id.encode()))
+                    names = (REQUEST_ID, ANTHROPICS_ID) if is_anthropic(scope["path"]) else (REQUEST_ID,)
+                    headers[:0] = [(name.lower().encode(), request_id.encode()) for name in names]
                 if NO_SNIFFING not in headers:
                     headers.append(NO_SNIFFING)
                 message = {**message, "headers": headers}

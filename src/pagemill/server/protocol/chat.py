@@ -17,6 +17,7 @@ from pagemill.server.protocol.tools import (
     ToolCall,
     ToolCallDelta,
     ToolCallInMessage,
+    WhatIsNew,
     check_arguments,
     check_for_template,
 )
@@ -341,7 +342,7 @@ class ChatCompletion(Answer[ChatChoice]):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Delta(BaseModel):
+class Delta(WhatIsNew):
     role: Literal["assistant"] | None = None
     content: str | None = None
 

@@ -61,8 +61,9 @@ def _as_parts(content: Any) -> Any:
         return [{"type": "input_text", "text": content}]
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in ("input_text", "output_text"):
+            way_out = "write 'input_text'" if part.get("type") == "text" else "leave it out"
             raise InvalidRequestError(
-                f"this server takes text only, not a part of type {part.get('type')!r:.128}; leave it out",
+                f"this server takes text only, not a part of type {part.get('type')!r:.128}; {way_out}",
                 param="input",
             )
     return content

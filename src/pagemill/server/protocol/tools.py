@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_serializer
 
 from pagemill.errors import InvalidRequestError
 from pagemill.server.protocol.body import Body, Name, check_length
@@ -95,12 +95,21 @@ class ToolCall(BaseModel):
     function: Called
 
 
-class CalledDelta(BaseModel):
+class WhatIsNew(BaseModel):
+    """Says nothing of fields that are None: clients put an answer together by writing each part's fields over those of
+    the one before it."""
+
+    @model_serializer
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in self if value is not None}
+
+
+class CalledDelta(WhatIsNew):
     name: str | None = None
     arguments: str
 
 
-class ToolCallDelta(BaseModel):
+class ToolCallDelta(WhatIsNew):
     """What is new of a call: with its first part, its id and name."""
 
     index: int

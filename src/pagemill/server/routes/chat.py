@@ -105,6 +105,7 @@ class ChatCall(Call[ChatCompletionRequest]):
             prompt=stream.request.prompt or "",
             answer_id=self._id if turn is not None else f"{self._id}-{index}",
             max_calls=self.request.max_tool_calls,
+            calls_only=self.request.forces_a_call,
         )
 
     def _reading_size(self) -> int:

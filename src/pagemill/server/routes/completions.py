@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pagemill.errors import InvalidRequestError
 from pagemill.frontend.input_processor import Prompt
-from pagemill.frontend.outputs import CompletionOutput, LogprobsOfPosition
+from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import SamplingParams
@@ -108,12 +108,26 @@ class CompletionCall(Call[CompletionRequest]):
         """Returns OpenAI's parallel lists. The prompt's first token has no probability: nothing stands before it."""
         lists = CompletionLogprobs()
         for position in positions:
-            chosen = None if position is None else next(iter(position.values()))
-            token = first_token if chosen is None else chosen.decoded_token
+            token = text = first_token
+            logprob: float | None = None
+            likely: dict[str, float] | None = None
+            if position is not None:
+                named = [(self._name(token_id, entry), entry) for token_id, entry in position.items()]
+                token, chosen = named[0]
+                likely = {}
+                text, logprob = chosen.decoded_token, chosen.logprob
+                for name, entry in named:  # the chosen one first: it is none of those that are written alike
+                    likely.setdefault(name, entry.logprob)
             lists.tokens.append(token)
-            lists.token_logprobs.append(None if chosen is None else chosen.logprob)
-            likely = None if position is None else {entry.decoded_token: entry.logprob for entry in position.values()}
+            lists.token_logprobs.append(logprob)
             lists.top_logprobs.append(likely)
             lists.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(token)
+            self._offsets[index] += len(text)
         return lists
+
+    def _name(self, token_id: int, entry: Logprob) -> str:
+        """Returns a token's text, or where that is no whole characters its bytes, as OpenAI writes them."""
+        if "\ufffd" not in entry.decoded_token:
+            return entry.decoded_token
+        raw = self._tokenizer.token_texts.raw(token_id)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

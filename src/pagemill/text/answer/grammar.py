@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagemill.errors import InvalidRequestError
+from pagemill.sampling.schema_formats import leave_out_unknown_formats
 from pagemill.text.answer.calls import Functions
 from pagemill.text.answer.formats import ReasoningFormat, ToolCallFormat
 
@@ -94,9 +95,11 @@ def _schema_of(name: str, schema: Mapping[str, Any]) -> str:
             f"the parameters of {name!r} are of type {schema['type']!r:.100}; arguments are an object", param="tools"
         )
     try:
-        return json.dumps({"type": "object", **schema, "x-guidance": _AS_MODELS_WRITE}, allow_nan=False)
+        own = json.loads(json.dumps({"type": "object", **schema, "x-guidance": _AS_MODELS_WRITE}, allow_nan=False))
     except ValueError:
         raise InvalidRequestError(
             f"the parameters of {name!r} have a number that is not finite, which JSON has not; leave it out",
             param="tools",
         ) from None
+    leave_out_unknown_formats(own)
+    return json.dumps(own)

@@ -144,11 +144,12 @@ class AnswerFormats:
         prompt: str,
         answer_id: str,
         max_calls: int | None = None,
+        calls_only: bool = False,
     ) -> AnswerReader:
         """Returns what reads one answer.
 
         prompt: the end of the text that is answered, at least. answer_id: makes the ids of its calls, the same for the
-        same id. max_calls: see `AnswerReader`; 0 reads no calls.
+        same id. max_calls, calls_only: see `AnswerReader`; 0 calls reads none.
         """
         form = self.tool_calls if tools and max_calls != 0 else None
         length = (form and form.call_id_length) or _CALL_ID_LENGTH
@@ -160,6 +161,7 @@ class AnswerFormats:
             reasons_from_start=opened,
             call_id=lambda number: _call_id(f"{answer_id}/{number}", length),
             max_calls=max_calls,
+            calls_only=calls_only,
         )
 
     @functools.cached_property

@@ -65,15 +65,18 @@ class AnswerReader:
         reasons_from_start: bool,
         call_id: Callable[[int], str],
         max_calls: int | None = None,
+        calls_only: bool = False,
     ) -> None:
         """reasons_from_start: the prompt ends with the mark that begins reasoning. call_id: names a call by its number.
-        max_calls: leaves out all calls behind so many; None for none."""
+        max_calls: leaves out all calls behind so many; None for none. calls_only: the answer is made to be a call, so
+        that what is none is the beginning of one that was cut, and no content."""
         self.num_calls = 0
         self._functions = functions
         self._reasoning_format = reasoning
         self._reasons_from_start = reasons_from_start or (reasoning is not None and reasoning.always)
         self._call_id = call_id
         self._max_calls = max_calls
+        self._calls_only = calls_only
         self._feed = Feed()
         self._format = tool_calls
         self._begins = Marks(*(*tool_calls.begin, *tool_calls.around) if tool_calls else ())
@@ -199,7 +202,7 @@ class AnswerReader:
                 feed.taken[:] = [mark]
                 if self._format is not None and mark in self._format.begin:
                     yield from self._read_calls()
-        if not self.num_calls:
+        if not self.num_calls and not self._calls_only:
             self._content += self._space
 
     def _read_calls(self) -> Waiting[None]:
@@ -221,7 +224,7 @@ class AnswerReader:
 
     def _say(self, text: str) -> None:
         """Gives text as content, but for the white space at its end, which may stand before a call."""
-        shown = text.rstrip(_SPACE)
+        shown = "" if self._calls_only else text.rstrip(_SPACE)
         if shown:
             self._content += [*self._space, shown]
             self._space.clear()
