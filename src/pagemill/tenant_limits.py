@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from pagemill.arguments import Count, Positive, about, check_fields
+from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
 from pagemill.errors import ConfigError, shown
 
 DEFAULT_TENANT = "default"
@@ -51,6 +51,7 @@ SAFE_GUARANTEED_PERCENT = 50
 """The part of what no tenant of a file is guaranteed by name that its other tenants are guaranteed together."""
 
 
+@suggest_arguments
 @dataclass(kw_only=True, frozen=True)
 class TenantLimits:
     """Limits of one tenant; None means that it has none of this kind. Raises ConfigError for a wrong value."""

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.waiting import wait_until
 
 from pagemill.cli.serve import url_of
 from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore
+from waiting import wait_until
 
 MODEL = "smollm2-135m"
 SMALL = ["--max-model-len", "256", "--kv-memory", "32MiB", "--max-num-seqs", "8"]

@@ -1,12 +1,15 @@
 """The LLM class on the default model: what it accepts, returns, refuses, and that nothing stays behind."""
 
 import concurrent.futures
+import gc
 import signal
 import threading
+import weakref
 
 import pytest
 
 from pagemill import LLM, BeamSearchParams, SamplingParams, errors
+from waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -18,6 +21,20 @@ def llm():
     llm.close()
     with pytest.raises(errors.EngineDeadError, match="closed"):
         llm.generate("x", use_tqdm=False)
+
+
+def test_a_closed_engine_gives_its_memory_back():
+    """Before anything else collects what knows each other; a thread that makes pages ahead holds it a little longer."""
+    llm = LLM("smollm2-135m", max_model_len=64, kv_memory="8MiB", max_num_seqs=2)
+    core = llm.client._core  # noqa: SLF001
+    parts = [weakref.ref(part) for part in (core.executor.pool, core.executor.decoder)]
+    del core
+    gc.disable()
+    try:
+        llm.close()
+        wait_until(lambda: not any(part() for part in parts), "its pool or its weights are still there")
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -336,3 +353,8 @@ def test_ctrl_c_ends_the_call_and_gives_everything_back(llm):
     assert (stats.running, stats.waiting, stats.frames_active) == (0, 0, 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate("good", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_truth_values_are_no_token_ids(llm):
+    with pytest.raises(errors.InvalidRequestError, match=r"must be a list of integers, not \[True, 5\]"):
+        llm.generate([[True, 5]], GREEDY, use_tqdm=False)

@@ -62,6 +62,8 @@ def chat(
 
     Without a terminal, each line of stdin is a turn, and answers are plain text.
     """
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed, so that nobody can say anything; leave it open", param="stdin")
     if session is not None:
         check_name(session)
     if url is not None:

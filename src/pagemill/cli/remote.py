@@ -12,7 +12,7 @@ import httpx
 import typer
 
 from pagemill.cli.event_lines import event_lines
-from pagemill.errors import ConfigError, InvalidRequestError, NotFoundError, RemoteServerError
+from pagemill.errors import ConfigError, InvalidRequestError, NotFoundError, RemoteServerError, shown
 
 ApiKey = Annotated[
     str | None,
@@ -20,7 +20,7 @@ ApiKey = Annotated[
         "--api-key", envvar="OPENAI_API_KEY", show_envvar=False, help="The server's API key. Default: OPENAI_API_KEY."
     ),
 ]
-LONGEST_REFUSAL = 300
+LONGEST_REFUSAL = 100
 """Characters of an answer that is no JSON which a message shows."""
 
 
@@ -120,14 +120,19 @@ class Remote:
         )
 
     def _refusal(self, status: int, body: bytes) -> NotFoundError | RemoteServerError:
+        kind = NotFoundError if status == httpx.codes.NOT_FOUND else RemoteServerError
         try:
             said = _said(json.loads(body))
         except ValueError:
-            said = body[:LONGEST_REFUSAL].decode(errors="replace")
-        if status == httpx.codes.NOT_FOUND:
-            return NotFoundError(said)
+            text = " ".join(body.decode(errors="replace").split())
+            return kind(
+                f"{self.url} answers with {status} and no JSON, and does not seem to speak OpenAI's API; check the "
+                f"address (--url); it says: {shown(text[:LONGEST_REFUSAL])}"
+            )
+        if kind is NotFoundError:
+            return kind(said)
         way_out = "; give its key with --api-key" if status == httpx.codes.UNAUTHORIZED else ""
-        return RemoteServerError(f"{self.url} refuses with {status}: {said}{way_out}")
+        return kind(f"{self.url} refuses with {status}: {said}{way_out}")
 
 
 def _said(answer: Any) -> str:

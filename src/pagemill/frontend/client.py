@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
@@ -116,3 +117,4 @@ class InlineClient:
             if self._core is not None:
                 self._core.close()
                 self._core = None
+                gc.collect()  # its parts know each other: else weights and pool stay until the next collection

@@ -318,7 +318,7 @@ def token_ids_of(values: Any) -> list[int]:
     """
     listed = as_list(values)
     try:
-        if isinstance(listed, list):
+        if isinstance(listed, list) and not any(isinstance(value, bool) for value in listed):
             return [operator.index(value) for value in listed]
     except TypeError:
         pass
