@@ -321,3 +321,12 @@ def test_whoever_leaves_before_a_turn_has_begun_gives_the_session_back(served, s
         return await read(served_session.generate("Once", GREEDY))
 
     assert served.run(leave())[-1].finished
+
+
+def test_sessions_end_with_their_engine():
+    llm = LLM("smollm2-135m", max_model_len=64, kv_memory="8MiB", max_num_seqs=2)
+    session = llm.session("a")
+    llm.close()
+    for use in (llm.sessions, lambda: session.messages, lambda: session.fork("b")):
+        with pytest.raises(errors.EngineDeadError, match="this LLM is closed"):
+            use()

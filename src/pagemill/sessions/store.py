@@ -73,6 +73,7 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._limits: dict[str, int | None] = {}
         self._timeout_s = timeout_s
+        self._closed = False
         self._opening = True
         """True while errors may name the file. Later they reach callers who must not learn its path."""
         self._lock = threading.RLock()
@@ -296,6 +297,7 @@ class SessionStore:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._db.close()
 
     def _found(self, name: str, space: Namespace) -> SessionRecord:
@@ -396,6 +398,8 @@ class SessionStore:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
+            if self._closed:
+                raise errors.EngineDeadError("this LLM is closed, with its sessions; make a new one") from None
             where = f" in {self.path}" if self._opening and self.path is not None else ""
             raise errors.SessionStoreError(
                 f"the sessions{where} cannot be used: {error}; mend that, or give another session_path"
