@@ -35,8 +35,8 @@ template <class T> struct Magnitudes {
 };
 template <class T> constexpr Magnitudes<T> kMagnitudes;
 
-// From which byte each one of a vector comes, so that unpacking gives pairs in order: lane by lane, `Apart` bytes lie
-// between the two numbers of a pair, and `Further` between the pairs of the first and of the second unpacked vector.
+// Which byte goes where before bytes are unpacked, so that pairs are in order then. The two numbers of a pair come from
+// places that are `Apart`; the pairs of the second unpacked vector come from `Further` behind those of the first.
 template <int Apart, int Further> struct PairOrder {
     alignas(64) uint8_t at[64] = {};
 

@@ -39,7 +39,7 @@ Softmax softmax_of_pairs(float* s, const KeyRange& own, int from, int to, const 
     return softmax_of(own, reference * natural_scale(args), sum);
 }
 
-// Reads pairs of keys or values. `more` takes the pairs that come with others: kTogether times as many come at once.
+// Reads vectors of pairs of keys or values. Where two vectors come at once (kTogether), the second one goes to `more`.
 template <class T> struct PairReader {
     static constexpr int kTogether = 2;
     const Widener<T> widener;
