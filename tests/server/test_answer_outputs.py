@@ -27,8 +27,9 @@ def reader() -> AnswerReader:
 
 
 def pieces_of(text: str) -> list[tuple[str, ...]]:
-    """In one piece, in two and three of every length, and letter by letter."""
-    cuts = [(), *itertools.combinations(range(1, len(text), 3), 2), *((at,) for at in range(1, len(text)))]
+    """In one piece, in two of every length, in three of many, and letter by letter."""
+    some = range(1, len(text), max(3, len(text) // 100))
+    cuts = [(), *itertools.combinations(some, 2), *((at,) for at in range(1, len(text)))]
     parts = [tuple(text[a:b] for a, b in itertools.pairwise((0, *cut, len(text)))) for cut in cuts]
     return [*parts, tuple(text)]
 
