@@ -178,11 +178,6 @@ INLINE void put_weights(float* to, const bf16* weights, int count) {
     for (int i = 0; i < count; i += W) store(to + i, load(weights + i));
 }
 
-INLINE void split_pairs(__m512i pairs, F& even, F& odd) {
-    even.v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    odd.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000))));
-}
-
 // The two chains of a step, for MR rows and NV vectors.
 template <int MR, int NV> struct PairChains {
     F even[MR][NV], odd[MR][NV];

@@ -91,11 +91,11 @@ INLINE F load(const bf16* p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-INLINE void load_pairs(const bf16* p, F& even, F& odd) {
-    const __m512i both = _mm512_loadu_si512(p);
+INLINE void split_pairs(__m512i both, F& even, F& odd) {
     even = {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))};
     odd = {_mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000u))))};
 }
+INLINE void load_pairs(const bf16* p, F& even, F& odd) { split_pairs(_mm512_loadu_si512(p), even, odd); }
 INLINE F load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 INLINE F load(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
