@@ -124,11 +124,10 @@ def engine(kind: Kind, model: str) -> EngineCore:
     drafts = DRAFTS[kind.drafts]
     if drafts is not None and drafts["method"] == "draft_model":
         drafts = drafts | {"model": model}
-    config = EngineConfig(
+    return EngineCore(EngineConfig(
         model=model, dtype="bfloat16", kv_cache_dtype=kind.format, kv_memory="256MiB", max_model_len=4096,
         max_num_seqs=4, speculative_config=drafts, **WEIGHTS[kind.weights],
-    )  # fmt: skip
-    return EngineCore(config)
+    ))  # fmt: skip
 
 
 def tokens_per_gib(core: EngineCore, workload: Workload) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from benchmarks.peers.engines import MODEL
+from benchmarks.random_gguf import finish
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
@@ -87,9 +88,7 @@ def write(path: Path, kind: Kind) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     for name, field in model.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(
-                name, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None
-            )
+            writer.add_key_value(name, field.contents(), *field.types[:2])
     for tensor in model.tensors:
         if tensor.tensor_type != Kind.Q4_1:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
@@ -97,10 +96,7 @@ def write(path: Path, kind: Kind) -> None:
         weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         form = INSTEAD[kind] if weight.shape[-1] % 256 else kind
         writer.add_tensor(tensor.name, quantize(weight, form), raw_dtype=form)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def main() -> None:

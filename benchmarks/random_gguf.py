@@ -78,7 +78,7 @@ def copy_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
             value = value + [f"<unused{place}>" for place in range(vocab - len(value))]
         if name == "tokenizer.ggml.token_type":
             value = value + [int(TokenType.UNUSED)] * (vocab - len(value))
-        writer.add_key_value(name, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+        writer.add_key_value(name, value, *field.types[:2])
 
 
 def write(path: Path, shape: Shape, kind: str) -> None:
@@ -104,6 +104,11 @@ def write(path: Path, shape: Shape, kind: str) -> None:
             norm = name.replace("attn_q", "attn_norm").replace("ffn_gate", "ffn_norm")
             writer.add_tensor(f"{norm}.weight", np.ones(shape.hidden, np.float32))
     writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes all that a writer was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

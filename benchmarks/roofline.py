@@ -335,12 +335,13 @@ def main() -> None:
     text = tokenize(MODEL)
     run_workload(engine, recorder, make("tiny", text, arguments.rounds))
     runs: dict[str, list[Run]] = {name: [] for name in arguments.workloads.split(",")}
-    before = measure_ceilings(model.layer_bytes + model.head_bytes)
+    weight_bytes = model.layer_bytes + model.head_bytes
+    before = measure_ceilings(weight_bytes)
     for round in range(arguments.rounds):
         for name, found in runs.items():
             workload = make(name, text, round)
             wall_s, steps = run_workload(engine, recorder, workload)
-            after = measure_ceilings(model.layer_bytes + model.head_bytes)
+            after = measure_ceilings(weight_bytes)
             parts = recorder.parts(wall_s)
             found.append(Run(wall_s, steps, workload.output_tokens, parts, before.best(after)))
             before = after

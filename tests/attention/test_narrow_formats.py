@@ -210,7 +210,8 @@ def test_caches_that_the_kernels_cannot_read() -> None:
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
 def test_every_number_of_8_bits_is_itself(backend: AttentionBackend, format: str, block_size: int, heads: int) -> None:
-    """Of contexts of one token the output is its value, and the log-sum-exp a product with its key."""
+    """Attends contexts of one token each: the output is its value, and the log-sum-exp the query's product with its
+    key."""
     case = PagedCase(
         [(1, 1)] * 4, heads=heads, kv_heads=1, head_dim=64, block_size=block_size, dtype=format,
         query_dtype=torch.bfloat16,

@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import torch
+from benchmarks.random_gguf import finish
 from safetensors.torch import save_file
 from tests.lora_adapters import save_adapter, shapes_of
 
@@ -106,17 +107,14 @@ def save_draft_model(folder: Path) -> str:
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
         value = len(DRAFT_LAYERS) if name == "llama.block_count" else field.contents()
-        writer.add_key_value(name, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+        writer.add_key_value(name, value, *field.types[:2])
     places = {f"blk.{layer}.": f"blk.{place}." for place, layer in enumerate(DRAFT_LAYERS)}
     for tensor in model.tensors:
         layer = tensor.name[: tensor.name.find(".", 4) + 1] if tensor.name.startswith("blk.") else ""
         if not layer or layer in places:
             name = places.get(layer, "") + tensor.name.removeprefix(layer)
             writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return str(draft)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import typer
 
@@ -21,10 +22,7 @@ def large_number(text: str) -> int:
             f"{text!r} is not an integer; write it as 32768, 32K (times 1,024) or 32.8k (times 1,000)"
         )
     whole, part, unit = found.groups()
-    scale = {"": 1, **_THOUSANDS, **_BINARY}[unit]
-    digits = (part or ".")[1:]
-    parts: int = 10 ** len(digits)
-    number, rest = divmod(int(whole + digits) * scale, parts)
-    if rest:
+    number = Fraction(whole + (part or "")) * {"": 1, **_THOUSANDS, **_BINARY}[unit]
+    if number.denominator != 1:
         raise typer.BadParameter(f"{text!r} is not an integer; write it without so many decimals")
-    return number
+    return int(number)
