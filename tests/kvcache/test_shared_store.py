@@ -69,6 +69,19 @@ def test_two_stores_find_each_others_blocks_with_their_next_look(tmp_path):
         assert write(other, range(30)) == 0
 
 
+def test_a_block_that_comes_again_is_as_recent_as_it_is(tmp_path):
+    """Its use before it was removed is not told once it has come again: that would make it older."""
+    with closing(shared(tmp_path, 3)) as one:
+        write(one, range(3))
+        one.use([(digest_of(0), 0)])
+        one.use([(digest_of(index), 0) for index in (1, 2)])
+        write(one, [3])
+        write(one, [0])
+    with closing(shared(tmp_path, 3)) as again:
+        write(again, [4])
+        assert read(again, range(5)) == [0, 3, 4]
+
+
 def test_a_file_that_goes_while_a_folder_is_listed_hides_no_other(tmp_path, monkeypatch):
     scandir = os.scandir
 

@@ -317,6 +317,7 @@ class SharedStore:
     def _forget(self, block: Block) -> None:
         if (name := self._known.pop(block, None)) is not None:
             del self._order[name.tenant][block]
+            self._touched.pop(block, None)
             self._note_change(block)
 
     def _note_change(self, block: Block) -> None:
