@@ -14,6 +14,7 @@ from pagemill import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams,
 from pagemill.config import EngineConfig, config_for
 from pagemill.errors import ConfigError, InvalidRequestError, SamplingParamsError, UnknownArgumentError
 from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING
+from pagemill.kvcache.sizing import check_sizes
 from pagemill.speculative_config import SpeculativeConfig
 
 
@@ -68,6 +69,15 @@ def test_a_wrong_setting_is_refused_by_name(name, value):
 def test_swapping_needs_a_place_and_names(settings):
     with pytest.raises(ConfigError, match="set kv_host_memory or kv_disk_memory"):
         EngineConfig(model="m", preemption_mode="swap", **settings)
+
+
+@pytest.mark.parametrize("nothing", [0, "0", 0.0])
+def test_no_host_memory_may_be_asked_for(nothing):
+    config = EngineConfig(model="m", kv_host_memory=nothing)
+    check_sizes(config)
+    assert not config.asks_for_host_memory
+    with pytest.raises(ConfigError, match="set kv_host_memory"):
+        EngineConfig(model="m", preemption_mode="swap", kv_host_memory=nothing)
 
 
 def test_only_a_host_tier_can_be_compressed():

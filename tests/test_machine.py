@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.machine import Memory, cpu_features, cpu_info, usable_cores, usable_memory
+from pagemill.machine import Memory, cpu_features, cpu_info, num_gpus, usable_cores, usable_memory
 
 MIB = 2**20
 
@@ -144,6 +144,12 @@ def test_memory_is_what_the_tightest_group_leaves(
 )
 def test_cores_are_physical_and_within_the_tightest_quota(tmp_path: Path, files: dict[str, str], cores: int) -> None:
     assert usable_cores(lay_out(tmp_path, files)) == cores
+
+
+def test_gpus_are_those_of_the_driver(tmp_path: Path) -> None:
+    assert num_gpus(tmp_path) == 0
+    gpus = {f"proc/driver/nvidia/gpus/0000:{number}b:00.0/information": "Model: some" for number in range(3)}
+    assert num_gpus(lay_out(tmp_path, gpus)) == 3
 
 
 def test_only_the_cpus_that_this_process_may_use_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

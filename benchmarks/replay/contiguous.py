@@ -15,6 +15,7 @@ from pagemill.memory.eviction import Lru
 from pagemill.memory.frames import StreamedFrames
 from pagemill.memory.manager import Opened, Residency, Shortage
 from pagemill.memory.tenants import Tenant, Tenants
+from pagemill.memory.wanted import WantedBlocks
 from pagemill.memory.work import MemoryWork
 from pagemill.simulate.trace import TracedRequest
 
@@ -116,6 +117,7 @@ class ContiguousMemory:
         self.num_frames = slots
         self.tenants = Tenants(Lru)
         self.streamed = StreamedFrames()
+        self.wanted = WantedBlocks()
         self._placement = placement
         self._reserve_for = reserve_for
         self._extents: dict[BlockTable, Extent] = {}

@@ -1,12 +1,12 @@
 """Shows what admission by foresight saves: requests of a 13B model at once in a pool that cannot hold them, modelled.
 
     python -m benchmarks.replay foresight [--requests 160] [--prompt 161] [--output 338] [--kv-mib 12000]
-        [--host-gib 64] [--device a100-40 --shape llama-13b]
+        [--host-gib 11.7] [--device a100-40 --shape llama-13b]
 
 Step times are a roofline. "equal" requests have all these lengths, those "drawn" have log-normal ones with these means.
 Either the scheduler is told how long they become (ignore_eos), or each sets the output's length as its limit ("limit"),
 or all may get 2,048 tokens and end before ("unknown"). With host memory, what is preempted may come back from there
-over the device's own link. "again" is the share of all computed tokens that were computed before.
+over the device's own link; there is as much as the pool by default, as beside a GPU. "again" is the share of all computed tokens that were computed before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=161, help="tokens of a prompt, in the mean")
     parser.add_argument("--output", type=int, default=338, help="tokens of an answer, in the mean")
     parser.add_argument("--kv-mib", type=int, default=12_000)
-    parser.add_argument("--host-gib", type=above_zero, default=64.0, help="host memory for K/V")
+    parser.add_argument("--host-gib", type=above_zero, help="host memory for K/V; by default as much as the pool")
     add_device_arguments(parser, device="a100-40", shape="llama-13b")
 
 
@@ -51,16 +51,17 @@ def main(arguments: argparse.Namespace) -> None:
     print("| --- | ---: | --- |" + " ---: |" * 6)
     number, prompt, output = arguments.requests, arguments.prompt, arguments.output
     equal = [TracedRequest(index, 0.0, prompt, output) for index in range(number)]
+    pool_gib = arguments.kv_mib / 1024
     cases = itertools.product(
         (("equal", equal), ("drawn", drawn(number, prompt, output))),
         KNOWN.items(),
-        (0.0, arguments.host_gib),
+        (0.0, pool_gib if arguments.host_gib is None else arguments.host_gib),
         (("off", math.inf), ("auto", None)),
     )
     for (name, trace), (known, max_tokens), host_gib, (target, target_s) in cases:
         setup = replace(Setup(arguments.kv_mib * MIB), target_tpot_s=target_s)
         found = serve(trace, setup, roofline, max_tokens, host_gib * 2**30, speed)
-        print(f"| {name}, {known} | {host_gib:g} GiB | {target} | {found.cells}", flush=True)
+        print(f"| {name}, {known} | {host_gib:.1f} GiB | {target} | {found.cells}", flush=True)
 
 
 def drawn(number: int, prompt: int, output: int) -> list[TracedRequest]:

@@ -135,7 +135,11 @@ class EngineConfig:
         ),
     ] = "auto"
     kv_host_memory: Annotated[
-        Size | None, about('Host memory for KV blocks that the pool evicts: bytes or "4GiB".')
+        Size | None,
+        about(
+            'Host memory for KV blocks that the pool evicts: bytes or "4GiB"; 0 for none. Default: on GPUs as much as '
+            "the pool, where half of the free memory has room for it; else none."
+        ),
     ] = None
     kv_host_compression: Annotated[
         Literal["off", "zstd"],
@@ -267,13 +271,18 @@ class EngineConfig:
         """Returns how tokens are drafted if that was asked for; None for "auto" and "off"."""
         return self.speculative_config if isinstance(self.speculative_config, SpeculativeConfig) else None
 
+    @property
+    def asks_for_host_memory(self) -> bool:
+        """Returns whether host memory for evicted blocks was asked for; not for the default, nor for 0."""
+        return self.kv_host_memory not in (None, 0, "0")
+
     def lora_requests(self) -> list[LoRARequest]:
         """Returns the adapters that are loaded with the model."""
         modules = self.lora_modules.items()
         return [LoRARequest(name, number, path) for number, (name, path) in enumerate(modules, start=1)]
 
     def _check_contradictions(self) -> None:
-        if self.kv_host_compression != "off" and self.kv_host_memory is None:
+        if self.kv_host_compression != "off" and not self.asks_for_host_memory:
             raise ConfigError(
                 "kv_host_compression is for blocks in host memory, of which there is none; set kv_host_memory",
                 param="kv_host_compression",
@@ -296,7 +305,7 @@ class EngineConfig:
                 'folder leave less and less; give bytes, such as "200GiB"',
                 param="kv_disk_memory",
             )
-        tiers = self.kv_host_memory is not None or self.kv_disk_memory is not None
+        tiers = self.asks_for_host_memory or self.kv_disk_memory is not None
         if self.preemption_mode == "swap" and not (tiers and self.enable_prefix_caching):
             raise ConfigError(
                 "preemption_mode 'swap' has nowhere to swap to, or no names for what it swaps: set kv_host_memory or "

@@ -67,6 +67,11 @@ def usable_cores(root: Path = _ROOT) -> int:
     return max(1, min([len(cores), *_cpu_quotas(root)]))
 
 
+def num_gpus(root: Path = _ROOT) -> int:
+    """Returns how many GPUs NVIDIA's driver has here, those of other processes too."""
+    return len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+
+
 def usable_memory(root: Path = _ROOT) -> Memory:
     """Returns the machine's memory, and what this process may still take of it."""
     fields = _fields(root / "proc/meminfo")

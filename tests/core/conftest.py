@@ -41,8 +41,8 @@ def prompts(tokenizer) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def make_engine():
-    """make_engine(peering, publishes, late, **settings) -> EngineCore on the real model; invariants are checked after
-    every step. late: steps overlap."""
+    """make_engine(peering, publishes, late, own_memory, **settings) -> EngineCore on the real model; invariants are
+    checked after every step. late: steps overlap. own_memory: the device says that its memory is not the host's."""
     load_model = share.load_model
     kept: dict[str, LoadedModel] = {}
 
@@ -52,14 +52,15 @@ def make_engine():
             kept[key] = load_model(path, dtype=dtype, quantization=quantization, **settings)
         return replace(kept[key], max_model_len=max_model_len or kept[key].max_model_len)
 
-    def make(peering=None, publishes=False, late=False, **settings) -> EngineCore:
+    def make(peering=None, publishes=False, late=False, own_memory=False, **settings) -> EngineCore:
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings
         settings.setdefault("speculative_config", "off")  # so that steps have the tokens that a test expects
         with ExitStack() as patches:  # tests in other folders load for themselves
             for module in (share, load_drafting):
                 patches.enter_context(mock.patch.object(module, "load_model", load_shared))
             config = EngineConfig(model=MODEL, check_invariants=True, **settings)
-            executor = LateExecutor(open_executor(config)) if late else None
+            executor = LateExecutor(open_executor(config)) if late else open_executor(config)
+            executor.facts = replace(executor.facts, has_own_memory=own_memory)
             return EngineCore(config, executor=executor, publishes=publishes, peering=peering)
 
     return make

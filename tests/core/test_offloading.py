@@ -309,6 +309,35 @@ def test_room_is_foreseen_unless_host_memory_holds_as_much_as_the_pool(crowd, ma
     core.close()
 
 
+@pytest.mark.parametrize(
+    ("blocks", "free", "gpus", "settings"),
+    [
+        (30, 60, 0, {}),
+        (0, 59, 0, {}),
+        (30, 120, 2, {}),
+        (0, 119, 2, {}),
+        (0, 120, 0, {"own_memory": False}),
+        (0, 120, 0, {"enable_prefix_caching": False}),
+        (0, 120, 0, {"kv_host_memory": "0"}),
+        (10, 0, 9, {"kv_host_memory": 10 * FRAME_BYTES}),
+    ],
+    ids=str,
+)
+def test_beside_a_gpu_what_is_preempted_has_room_in_host_memory(
+    crowd, make_engine, monkeypatch, blocks, free, gpus, settings
+):
+    """By default, if half of what is free, shared with the machine's other GPUs, holds as much as the pool."""
+    requests, expected = crowd
+    monkeypatch.setattr(engine_tiers, "host_memory", lambda: (free * FRAME_BYTES, 1 << 40))
+    monkeypatch.setattr(engine_tiers, "num_gpus", lambda: gpus)
+    core = make_engine(**SMALL | {"max_num_seqs": 6, "own_memory": True} | settings)
+    assert core.ready.host_bytes == blocks * FRAME_BYTES
+    assert ("MiB of host memory for evicted blocks" in core.ready.description) == (blocks > 0)
+    assert drive(core, requests).tokens == expected.tokens
+    assert core.stats().tier_blocks == ({"host": blocks} if blocks else {})
+    core.close()
+
+
 @pytest.fixture(scope="module")
 def crowd(prompts, make_engine):
     """Six requests that fit side by side at first, and not at their end; and what they bring."""

@@ -154,7 +154,10 @@ def test_rows_behind_a_common_prompt_are_attended_together(model, monkeypatch) -
     assert max(joined) >= 2, "with 3 query heads per KV head, a tile holds five rows"
 
 
-@pytest.mark.parametrize("host", [{}, {"kv_host_memory": "64MiB", "preemption_mode": "swap"}], ids=["again", "swap"])
+AGAIN, SWAP = {"kv_host_memory": 0}, {"kv_host_memory": "64MiB"}
+
+
+@pytest.mark.parametrize("host", [AGAIN, SWAP | {"preemption_mode": "swap"}], ids=["again", "swap"])
 def test_sequences_that_were_preempted(model, on_cpu, host) -> None:
     """The pool holds two or three of the sequences: the others' blocks are computed again, or come back from host."""
     with LLM(model, device=DEVICE, **(SETTINGS | {"kv_memory": small_pool(model)} | host)) as llm:
@@ -162,7 +165,15 @@ def test_sequences_that_were_preempted(model, on_cpu, host) -> None:
         stats = llm.stats()
     assert found == on_cpu()
     assert stats.preemptions > 0
-    assert (stats.preempted_tokens_swapped_in > 0) == bool(host)
+    assert (stats.preempted_tokens_swapped_in > 0) == (host is not AGAIN)
+
+
+def test_what_leaves_the_pool_goes_to_host_memory_by_default(model, on_cpu) -> None:
+    with LLM(model, device=DEVICE, **(SETTINGS | {"kv_memory": small_pool(model)})) as llm:
+        found = answers_of(llm)
+        stats = llm.stats()
+    assert found == on_cpu()
+    assert (stats.tier_blocks.get("host", 0) > 0) == (DEVICE != "cpu")
 
 
 def small_pool(model: str) -> int:
@@ -269,7 +280,7 @@ def test_contexts_longer_than_the_pool(model, enforce_eager) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("host", [{}, {"kv_host_memory": "64MiB"}], ids=["again", "swap"])
+@pytest.mark.parametrize("host", [AGAIN, SWAP], ids=["again", "swap"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_an_engine_whose_pool_changes_while_it_serves(model, on_cpu, enforce_eager, host) -> None:
     """Answers are those of a pool that stays; what goes is free for others, and comes back."""

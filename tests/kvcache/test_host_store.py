@@ -181,10 +181,10 @@ def test_cores_that_steps_leave_idle_copy_blocks(kernel_threads, monkeypatch, ov
     facts = SimpleNamespace(
         record_bytes=RECORD, frame_bytes=RECORD, fingerprint=b"", kv_format="", numerics="", overlaps=overlaps
     )
-    config = EngineConfig(model="some", kv_host_memory=4 * RECORD, enable_prefix_caching=False)
-    executor = SimpleNamespace(facts=facts, frames=None)
-    assert tiers.make_tiers(config, executor, None, tiers.Streamed()) is not None
-    assert asked == [(4, RECORD, cores)]
+    config = EngineConfig(model="some", enable_prefix_caching=False)
+    executor, memory = SimpleNamespace(facts=facts, frames=None), SimpleNamespace(wanted={b"some"})
+    assert tiers.make_tiers(config, executor, memory, tiers.Streamed(), 4 * RECORD) is not None
+    assert asked == [(4, RECORD, cores, {b"some"})]
 
 
 def test_who_reads_while_blocks_come_reads_them_whole(monkeypatch):

@@ -58,11 +58,12 @@ class Tier(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.parts: dict[str, float] = {}
+        self.wanted: set[bytes] = set()
         self.order: dict[str, list[BlockName]] = {tenant: [] for tenant in TENANTS}
         self.store = self.open()
 
     def open(self):
-        return HostStore(CAPACITY, RECORD)
+        return HostStore(CAPACITY, RECORD, wanted=self.wanted)
 
     def size_of(self, name: BlockName) -> int:
         return 1
@@ -111,7 +112,7 @@ class Tier(RuleBasedStateMachine):
             if needs[tenant] <= share(tenant, holders, self.parts, self.size):
                 assert not lost[tenant], f"{tenant} is within its share"
             order = self.order[tenant] + [name for name in coming if name.tenant == tenant]
-            self.order[tenant] = order[lost[tenant] :]
+            self.order[tenant] = self.rest(order, lost[tenant])
             assert set(self.order[tenant]) == {name for name in after if name.tenant == tenant}, "the last used stay"
         left = sum(map(self.total, TENANTS))
         assert left <= self.size
@@ -120,6 +121,20 @@ class Tier(RuleBasedStateMachine):
             assert left + largest > self.size, "no more is lost than must be"
         if self.spills:
             assert sorted(gone) == sorted((known | set(coming)) - after), "what is lost here goes down, once"
+
+    def rest(self, order: list[BlockName], lost: int) -> list[BlockName]:
+        """What stays, in order, if so many leave: those that are wanted after all others."""
+        others = [name for name in order if name.digest not in self.wanted]
+        gone = set(others[:lost])
+        last = order.index(others[lost - 1]) + 1 if 0 < lost <= len(others) else len(order) * (lost > 0)
+        passed = [name for name in order[:last] if name.digest in self.wanted]
+        return [name for name in order[last:] if name not in gone] + passed[max(0, lost - len(others)) :]
+
+    @rule(batch=st.lists(names, max_size=9))
+    def want(self, batch) -> None:
+        if self.spills:
+            self.wanted.clear()
+            self.wanted |= {name.digest for name in batch}
 
     @rule(data=st.data())
     def use(self, data) -> None:
@@ -155,7 +170,7 @@ class CompressedTier(Tier):
                 store = CompressedStore(1 << 20, 2)
                 store.write([name_of(0)], [image], lambda *blocks: None)
                 CompressedTier.sizes += (store.nbytes,)
-        return CompressedStore(self.size, 2)
+        return CompressedStore(self.size, 2, self.wanted)
 
     def size_of(self, name: BlockName) -> int:
         return self.sizes[name.depth % len(RECORDS)]

@@ -258,6 +258,9 @@ class Bench:
         if self.flights and (plan is None or len(self.flights) >= self.depth):
             self.commit()
         self.memory.check()
+        waiting = [one for one in self.scheduler.sequences() if one.was_preempted]
+        assert all(digest in self.memory.wanted for one in waiting for digest in one.digests[: one.scheduled // 4])
+        assert len(self.memory.wanted) <= len({digest for one in waiting for digest in one.digests})
         for one in () if self.flights else self.scheduler.state.running:
             assert one.table.num_entries == -(-one.table.length // self.memory.block_size), "more than it has tokens"
 

@@ -7,7 +7,7 @@ import math
 
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import Peering
-from pagemill.engine.tiers import Streamed, Tiers, make_tiers, streamed_room, wants_tiers
+from pagemill.engine.tiers import Streamed, Tiers, asks_for_tiers, host_bytes, make_tiers, streamed_room
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.executor.interface import Executor, ExecutorFacts, ExecutorMemory
 from pagemill.kvcache.kv_quality import label_of
@@ -38,6 +38,7 @@ def build(
     frames, streamed = _sizes(config, facts, executor.memory())
     if not config.enable_prefix_caching:
         _check_use_of_tiers(config, streamed)
+    host = host_bytes(config, facts, frames)
     first_streamed = executor.allocate(frames, streamed.frames, streamed.folder)
     memory = MemoryManager(
         frames,
@@ -45,11 +46,11 @@ def build(
         list(facts.windows),
         config.enable_prefix_caching,
         POLICIES[config.eviction_policy](facts.attention_share),
-        wants_tiers(config),
+        host > 0 or config.kv_disk_memory is not None,
         (first_streamed, streamed.frames),
         publishes,
     )
-    tiers = make_tiers(config, executor, memory, streamed, publishes, peering)
+    tiers = make_tiers(config, executor, memory, streamed, host, publishes, peering)
     try:
         scheduler = Scheduler(
             memory,
@@ -94,9 +95,10 @@ def _target_s(target_tpot_ms: float | str) -> float | None:
 
 def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:
     """Raises ConfigError for a lower tier that nothing would use without prefix caching: no context streams from it."""
-    for tier in ("host", "disk"):
+    for tier, asked in (("host", config.asks_for_host_memory), ("disk", config.kv_disk_memory is not None)):
         name = f"kv_{tier}_memory"
-        if (size := getattr(config, name)) is not None and not streamed.of(tier, 1):
+        if asked and not streamed.of(tier, 1):
+            size = getattr(config, name)
             raise ConfigError(
                 f"{name} is {size!r}, but without prefix caching nothing that leaves the pool is found again, and no "
                 f"context is too long for the pool and streams from there; leave {name} out, or enable_prefix_caching "
@@ -126,7 +128,7 @@ def _sizes(config: EngineConfig, facts: ExecutorFacts, memory: ExecutorMemory) -
         counts_steps=facts.counts_steps,
     )
     least, streamed = needed if config.max_model_len is not None else len(windows), Streamed()
-    if frames < least and wants_tiers(config) and facts.streams:
+    if frames < least and asks_for_tiers(config) and facts.streams:
         resident = Footprint(config.block_size, windows, needed).frames(longest, chunk)
         frames, streamed = _with_streamed(config, facts, frames, needed, resident)
         least = max(resident, needed - streamed.frames)

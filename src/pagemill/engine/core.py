@@ -462,6 +462,7 @@ class EngineCore:
             hidden_size=facts.hidden_size,
             model=facts.description,
             kv_format=f"{facts.kv.name}{self._streamed.description}",
+            host_bytes=0 if self.tiers is None else self.tiers.host_bytes,
             adapters=self._adapters.infos(),
             fingerprint=facts.fingerprint,
             peer_address="" if self.tiers is None or self.tiers.peers is None else self.tiers.peers.address,

@@ -300,6 +300,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """Family, device, dtype of the weights and kernels, in words for people."""
     kv_format: str
     """The format of a block, and where other blocks stream from, in words for people."""
+    host_bytes: int = 0
+    """Host memory for evicted blocks."""
     num_groups: int = 1
     """Layer groups: a sequence has so many blocks for every `block_size` tokens, at most."""
     adapters: list[AdapterInfo] = []
@@ -319,10 +321,11 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     def description(self) -> str:
         """Returns one line for people: device, dtype, kernels, the pool as it is now, and the warm-up."""
         fit = f", {self.longest_sequence} of max_model_len={self.max_model_len} fit"
+        host = f"; {self.host_bytes / 2**20:.0f} MiB of host memory for evicted blocks" if self.host_bytes else ""
         return (
             f"{self.model}; KV pool {self.kv_bytes / 2**20:.0f} MiB: {self.num_frames} blocks of {self.block_size} "
-            f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}{self._adapters}"
-            f"{self.warm_up and '; '}{self.warm_up}"
+            f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}{host}"
+            f"{self._adapters}{self.warm_up and '; '}{self.warm_up}"
         )
 
     @property

@@ -15,7 +15,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineRequest, Peering
 from pagemill.engine.peering import PeerLink, ServedBlocks, peer_store
 from pagemill.errors import ConfigError, KVStoreError
-from pagemill.executor.interface import Executor
+from pagemill.executor.interface import Executor, ExecutorFacts
 from pagemill.hub.private_files import make_folder
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
@@ -26,7 +26,7 @@ from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.store_watch import StoreWatch
 from pagemill.kvcache.transfers import Transfers, TransferStats
-from pagemill.machine import usable_cores
+from pagemill.machine import num_gpus, usable_cores
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager, Residency
 from pagemill.memory.work import Save
@@ -39,13 +39,42 @@ COPYING_CORES = 8
 """At about 10 GB/s each, these keep up with the bus of a GPU."""
 
 
+HOST_SHARE = 0.5
+"""Share of the free host memory that the machine's GPUs take for evicted blocks if nobody has said how much."""
+
+
 def copying_cores(idle: bool) -> int:
     """Returns how many cores copy blocks into host memory. idle: whether steps leave cores to others."""
     return min(COPYING_CORES, max(1, usable_cores() // 2)) if idle else 1
 
 
-def wants_tiers(config: EngineConfig) -> bool:
-    return config.kv_host_memory is not None or config.kv_disk_memory is not None
+def asks_for_tiers(config: EngineConfig) -> bool:
+    """Returns whether the settings name a lower tier."""
+    return config.asks_for_host_memory or config.kv_disk_memory is not None
+
+
+def host_bytes(config: EngineConfig, facts: ExecutorFacts, num_frames: int) -> int:
+    """Returns the bytes of host memory for evicted blocks: as many as were asked for.
+
+    If nobody has said, beside a GPU as many as the pool of `num_frames` has, so that whatever is preempted can come
+    back. None if HOST_SHARE of what is free, shared with the machine's other GPUs, has no room for that; nor without
+    prefix caching, which finds no evicted block.
+    """
+    if config.kv_host_memory is not None:
+        return _host_bytes(config) if config.asks_for_host_memory else 0
+    if not facts.has_own_memory or not config.enable_prefix_caching:
+        return 0
+    ranks, wanted = config.tensor_parallel_size, num_frames * facts.record_bytes
+    room = int(HOST_SHARE * host_memory()[0] * ranks / max(ranks, num_gpus()))
+    if wanted > room:
+        logger.info(
+            "no host memory for evicted KV blocks: as much as the pool, %d bytes, is more than %d, this engine's part "
+            "of half of what is free; set kv_host_memory to have less or more",
+            wanted,
+            room,
+        )
+        return 0
+    return wanted
 
 
 class Streamed(NamedTuple):
@@ -73,7 +102,7 @@ class Streamed(NamedTuple):
 def streamed_room(config: EngineConfig, tiers: Sequence[str], least: int, most: int, frame_bytes: int) -> Streamed:
     """Returns room for `least` to `most` streamed blocks in the first of these lower tiers that has so much; else no
     room."""
-    if "host" in tiers and config.kv_host_memory is not None:
+    if "host" in tiers and config.asks_for_host_memory:
         frames = _host_bytes(config) // frame_bytes
         if frames >= least:
             return Streamed(min(frames, most))
@@ -107,50 +136,56 @@ def make_tiers(
     executor: Executor,
     memory: MemoryManager,
     streamed: Streamed,
+    host: int,
     publishes: bool = False,
     peering: Peering | None = None,
 ) -> Tiers | None:
     """Returns the tiers that the settings ask for, less what streamed blocks take of them, and what peers hold; None if
     there is nothing of all that.
 
-    Raises ConfigError for sizes too small, and where peers could not be served; KVStoreError for a bad folder.
+    host: bytes of host memory for blocks, streamed ones included. Raises ConfigError for sizes too small, and where
+    peers could not be served; KVStoreError for a bad folder.
     """
     facts = executor.facts
     record_bytes = facts.record_bytes
     format = StoreFormat(
         Path(config.model).stem, facts.fingerprint.hex(), facts.kv_format, facts.numerics, record_bytes
     )
-    tiers: list[OffloadStore] = []
-    swap_blocks = 0
     taken = {tier: streamed.of(tier, facts.frame_bytes) for tier in ("host", "disk")}
-    if config.kv_host_memory is not None:
-        limit, compressed = _host_bytes(config) - taken["host"], config.kv_host_compression == "zstd"
-        capacity = limit // (record_bytes + compressed * 2 * ENTRY_BYTES)
-        if capacity < 1 and not taken["host"]:
-            raise ConfigError(
-                f"kv_host_memory is {config.kv_host_memory!r}, but one block takes {record_bytes} bytes; raise it",
-                param="kv_host_memory",
-            )
-        if config.enable_prefix_caching and config.preemption_mode != "recompute":
-            swap_blocks = max(0, limit // record_bytes)
-        if capacity > 0 and compressed:
-            tiers.append(CompressedStore(limit, facts.kv.itemsize))
-        elif capacity > 0:
-            tiers.append(HostStore(capacity, record_bytes, copying_cores(facts.overlaps)))
+    left = max(0, host - taken["host"])
+    swap_blocks = left // record_bytes if config.enable_prefix_caching and config.preemption_mode != "recompute" else 0
     disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
-    tiers += disk
+    tiers = [*(_host_tier(config, facts, memory, left, taken["host"]) if host else ()), *disk]
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
     if peering is None or not config.enable_prefix_caching:
         offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)
         if not tiers:
             return None
-        return Tiers(offload, executor, memory, config.preemption_mode, swap_blocks, watch=watch)
+        return Tiers(offload, executor, memory, config.preemption_mode, left, swap_blocks, watch=watch)
     store = peer_store(peering, format)
     offload = OffloadTiers(tiers, record_bytes, store, publishes)
     drafts = config.asked_drafts is not None and config.asked_drafts.method == "draft_model"
     served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
     peers = PeerLink(peering, format, store, served)
-    return Tiers(offload, executor, memory, config.preemption_mode, swap_blocks, peers, watch)
+    return Tiers(offload, executor, memory, config.preemption_mode, left, swap_blocks, peers, watch)
+
+
+def _host_tier(
+    config: EngineConfig, facts: ExecutorFacts, memory: MemoryManager, left: int, taken: int
+) -> list[OffloadStore]:
+    """Returns the host tier of `left` bytes, unless streamed blocks, which take so many, leave no room."""
+    compressed = config.kv_host_compression == "zstd"
+    capacity = left // (facts.record_bytes + compressed * 2 * ENTRY_BYTES)
+    if capacity < 1 and not taken:
+        raise ConfigError(
+            f"kv_host_memory is {config.kv_host_memory!r}, but one block takes {facts.record_bytes} bytes; raise it",
+            param="kv_host_memory",
+        )
+    if capacity < 1:
+        return []
+    if compressed:
+        return [CompressedStore(left, facts.kv.itemsize, memory.wanted)]
+    return [HostStore(capacity, facts.record_bytes, copying_cores(facts.overlaps), memory.wanted)]
 
 
 def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[FollowedStore]:
@@ -165,7 +200,8 @@ def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[Fo
 class Tiers:
     """The offload tiers, transfers to and from them, and what is known of their speed and of prefill's.
 
-    swap_blocks: how many blocks of preempted sequences host memory has room for, to come back from there.
+    host_bytes: host memory for evicted blocks. swap_blocks: how many blocks of preempted sequences it has room for, to
+    come back from there.
     peers: engines that this one gives blocks to and fetches them from; None for none. watch: tells what is on disk;
     None where nobody asks for it, or there is none.
     """
@@ -176,11 +212,13 @@ class Tiers:
         executor: Executor,
         memory: MemoryManager,
         preemption_mode: str,
+        host_bytes: int = 0,
         swap_blocks: int = 0,
         peers: PeerLink | None = None,
         watch: StoreWatch | None = None,
     ) -> None:
         self.offload = offload
+        self.host_bytes = host_bytes
         self.swap_blocks = swap_blocks
         self.peers = peers
         self.watch = watch

@@ -54,6 +54,7 @@ class ExecutorFacts:
     drafts: what the device can draft; None: nothing.
     overlaps: True if the next plan should be made, applied and submitted before this step's result is collected.
     counts_steps: True if `Executor.memory` counts what steps need as used, so that the pool may have the rest.
+    has_own_memory: True if the device's memory is not the host's.
     streamed_bytes: the device's own memory that a frame outside the pool takes; together they take less than another
         frame's more.
     """
@@ -77,6 +78,7 @@ class ExecutorFacts:
     drafts: DraftFacts | None = None
     overlaps: bool = False
     counts_steps: bool = False
+    has_own_memory: bool = False
     streamed_bytes: int = 0
 
 

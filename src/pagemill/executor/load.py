@@ -168,6 +168,7 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
         record_bytes=layout.frame_bytes,
         kv=kv,
         streams=("host", "disk") if on_cpu else (),
+        has_own_memory=not on_cpu,
         compacts=on_cpu,
         quantization=model.quantization,
         description=(

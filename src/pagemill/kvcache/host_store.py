@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -38,14 +38,15 @@ class HostTier(ABC, Generic[Content]):
     """Knows the blocks of an offload store in host memory: content and name of each, the one used last at the end, over
     all tenants and by tenant; and those on their way to the tier below.
 
-    size: of the store, as `_size` counts contents.
+    size: of the store, as `_size` counts contents. wanted: digests of blocks that leave after all others of a tenant.
     """
 
     name = "host"
     lasting = False
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, wanted: Container[bytes] = frozenset()) -> None:
         self.shares = TierShares(size)
+        self._wanted = wanted
         self._held: OrderedDict[tuple[bytes, int], tuple[Content, BlockName]] = OrderedDict()
         self._order: dict[str, OrderedDict[tuple[bytes, int], None]] = {}
         self._charged: Counter[str] = Counter()
@@ -101,8 +102,14 @@ class HostTier(ABC, Generic[Content]):
         gone = []
         while (excess := self._charged.total() - self.shares.size) > 0:
             tenant, amount = self.shares.loser(self._charged, excess)
+            order, spared = self._order[tenant], 0
             while amount > 0:
-                block, _ = self._order[tenant].popitem(last=False)
+                block = next(iter(order))
+                if block[0] in self._wanted and spared < len(order):
+                    order.move_to_end(block)
+                    spared += 1
+                    continue
+                del order[block]
                 self._leaving[block] = self._held.pop(block)
                 size = self._size(self._leaving[block][0])
                 self._charged[tenant] -= size
@@ -125,12 +132,14 @@ class HostStore(HostTier[NDArray[np.uint8]]):
     """Implements `OffloadStore` for `capacity` blocks. Thread-safe, but only one thread at a time may write.
 
     cores: how many copy blocks; more than one where a device computes, and the host's cores are idle. Then so many
-    threads of the kernels copy, for one caller at a time, and places are arrays without gaps. Raises KVMemoryError if
-    the memory cannot be had.
+    threads of the kernels copy, for one caller at a time, and places are arrays without gaps. wanted: see `HostTier`.
+    Raises KVMemoryError if the memory cannot be had.
     """
 
-    def __init__(self, capacity: int, record_bytes: int, cores: int = 1) -> None:
-        super().__init__(capacity)
+    def __init__(
+        self, capacity: int, record_bytes: int, cores: int = 1, wanted: Container[bytes] = frozenset()
+    ) -> None:
+        super().__init__(capacity, wanted)
         self.capacity = capacity
         self._together = cores > 1
         if self._together:
@@ -211,11 +220,11 @@ class CompressedStore(HostTier[bytes]):
     """Implements `OffloadStore`. Thread-safe. Tenants share bytes.
 
     limit_bytes: the most that contents take, compressed, with ENTRY_BYTES each; nbytes: what they take now.
-    itemsize: bytes of a record's elements.
+    itemsize: bytes of a record's elements. wanted: see `HostTier`.
     """
 
-    def __init__(self, limit_bytes: int, itemsize: int) -> None:
-        super().__init__(limit_bytes)
+    def __init__(self, limit_bytes: int, itemsize: int, wanted: Container[bytes] = frozenset()) -> None:
+        super().__init__(limit_bytes, wanted)
         self.capacity = limit_bytes // ENTRY_BYTES
         self._itemsize = itemsize
         self._compressor = zstandard.ZstdCompressor(LEVEL)

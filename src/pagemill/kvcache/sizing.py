@@ -51,7 +51,8 @@ def parse_memory(name: str, value: int | float | str, free: int) -> int:
 def check_sizes(config: EngineConfig) -> None:
     """Raises ConfigError for a size that nothing could be, whatever memory there is."""
     for name in ("kv_memory", "kv_host_memory", "kv_disk_memory", "weights_disk_memory"):
-        if (value := getattr(config, name)) is not None:
+        value = getattr(config, name)
+        if value is not None and (name != "kv_host_memory" or config.asks_for_host_memory):
             parse_memory(name, value, 0)
 
 

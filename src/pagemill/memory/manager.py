@@ -25,6 +25,7 @@ from pagemill.memory.prefix_tree import TreeNode
 from pagemill.memory.reservation import Shortage
 from pagemill.memory.statistics import MemoryStats, Occupancy, Residency, Scatter
 from pagemill.memory.tenants import Quota, Tenant
+from pagemill.memory.wanted import WantedBlocks
 from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
 
@@ -49,6 +50,7 @@ class MemoryManager:
     tenants:    the accounts.
     streamed:   the streamed frames.
     compaction: makes the frames of a table neighbours again.
+    wanted:     what preempted sequences will need again.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class MemoryManager:
         self.footprint = Footprint(block_size, self.windows, self.streamed.count)
         self.tenants = self.core.tenants
         self.compaction = Compaction(self.core)
+        self.wanted = WantedBlocks()
 
     # Find: the prefix cache
 

@@ -30,7 +30,8 @@ def _head(plan: Plan) -> str:
     output, everything = best.at_share.output_len, best.at_share.length
     cost = "" if best.cost_output is None else f", ${best.cost_output:.2f} per million output tokens"
     memory, host_memory = (size * settings.ranks / 2**30 for size in (roofline.kv_bytes, settings.kv_host_memory))
-    host = f" --kv-host-memory {host_memory:g}GiB" if host_memory else ""
+    none = "" if roofline.device.link_bytes_per_s is None else " --kv-host-memory 0"  # which is not the default there
+    host = f" --kv-host-memory {host_memory:g}GiB" if host_memory else none
     kv = "" if settings.kv_dtype == "auto" else f" --kv-cache-dtype {settings.kv_dtype}"
     parallel = f" --tensor-parallel-size {settings.ranks}" if settings.ranks > 1 else ""
     weights = {"int8": " --quantization int8", "float8": ""}.get(roofline.dtype, f" --dtype {roofline.dtype}")

@@ -90,6 +90,7 @@ class SchedulerState:
     def start(self, sequence: Sequence) -> None:
         """Makes a sequence that has its table and its rows a running one."""
         sequence.status = Status.RUNNING
+        self.memory.wanted.release(sequence)
         tenant = self.tenants[sequence.request.tenant]
         tenant.running += 1
         tenant.rows += sequence.num_rows
@@ -113,6 +114,7 @@ class SchedulerState:
         """Ends a sequence, and with its last one the request."""
         if sequence.status is Status.WAITING:
             self.tenants[sequence.request.tenant].waiting -= 1
+            self.memory.wanted.release(sequence)
         else:
             self.stop(sequence, now)
         sequence.status = Status.FINISHED

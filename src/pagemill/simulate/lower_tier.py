@@ -83,8 +83,14 @@ class LowerTier:
         new = sum(save.name[:2] not in self._held for save in saves)
         for save in saves:
             self._use(save.name[:2])
+        spared = 0
         while len(self._held) > self._capacity:
-            del self._held[next(iter(self._held))]
+            block = next(iter(self._held))
+            if block[0] in self._memory.wanted and spared < len(self._held):
+                self._use(block)
+                spared += 1
+            else:
+                del self._held[block]
         self.saved += new
         self.saving_s += new * self._block_s
         return new * self._block_s

@@ -1,0 +1,32 @@
+"""Knows the blocks that preempted sequences will need again, so that tiers below the pool keep them before others."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+
+class WantedBlocks:
+    """Counts who wants a block again, by its digest. One thread changes it; any may ask `digest in wanted`."""
+
+    def __init__(self) -> None:
+        self._digests: dict[Hashable, list[bytes]] = {}
+        self._wanting: dict[bytes, int] = {}
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._wanting
+
+    def __len__(self) -> int:
+        return len(self._wanting)
+
+    def want(self, owner: Hashable, digests: Sequence[bytes]) -> None:
+        """Notes that an owner, which wants nothing yet, will need the blocks with these digests."""
+        self._digests[owner] = list(digests)
+        for digest in digests:
+            self._wanting[digest] = self._wanting.get(digest, 0) + 1
+
+    def release(self, owner: Hashable) -> None:
+        """Notes that an owner no longer waits for its blocks, if it did."""
+        for digest in self._digests.pop(owner, ()):
+            self._wanting[digest] -= 1
+            if not self._wanting[digest]:
+                del self._wanting[digest]
