@@ -324,6 +324,7 @@ REFUSED = [
     ({"messages": [*HELLO, {"role": "user", "content": []}]}, "a turn has no blocks"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"url": "x"}]}, "does not serve 'mcp_servers'"),
+    ({"cache_salt": ""}, "cache_salt is ''; it must have one character"),
     ({"temperature": -1}, "temperature is -1"),
     ({"temperatur": 1}, "temperatur"),
 ]

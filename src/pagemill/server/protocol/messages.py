@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from pagemill.errors import InvalidRequestError, PagemillError
-from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Timeout
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Salt, Timeout
 from pagemill.server.protocol.chat import check_conversation
 from pagemill.server.protocol.chat_in_other_words import ChatInOtherWords
 from pagemill.server.protocol.generation import parameters_but, screened
@@ -175,7 +175,7 @@ class Conversation(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     _chat: ChatOfMessages = PrivateAttr()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from pagemill.errors import InvalidRequestError
-from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Timeout, check_length
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Salt, Timeout, check_length
 from pagemill.server.protocol.chat_in_other_words import ChatInOtherWords
 from pagemill.server.protocol.generation import parameters_but, screened
 from pagemill.server.protocol.response_items import Items, OutputItem, messages_of
@@ -151,7 +151,7 @@ class ResponsesRequest(Parameters):
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     priority: int = 0
     timeout: Timeout | None = None
     chat_template_kwargs: dict[str, Any] | None = None
