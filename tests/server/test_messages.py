@@ -103,6 +103,16 @@ def test_the_client_knows_a_request_by_its_id(client):
     with pytest.raises(anthropic.NotFoundError) as refused:
         client.messages.create(**ASKED | {"model": "other"}, messages=HELLO)
     assert refused.value.request_id
+    assert refused.value.body["request_id"] == refused.value.request_id
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 400), ({"Content-Encoding": "gzip"}, 415), ({"X-Request-Id": "a b"}, 400)]
+)
+def test_errors_from_every_layer_name_the_request(http, headers, status):
+    answer = http.post("/v1/messages", json={}, headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["request_id"] == answer.headers["request-id"]
 
 
 def test_turns_of_one_role_are_one(client, v1):

@@ -99,7 +99,7 @@ class Gate:
                 if "route" in scope:
                     asked["route"] = scope["route"]  # for the log
             return
-        answer = error_answer(error, scope["path"])
+        answer = error_answer(error, scope)
         if isinstance(error, AuthenticationError):
             answer.headers["WWW-Authenticate"] = challenge(scope["path"])
         answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
