@@ -115,6 +115,17 @@ def test_errors_from_every_layer_name_the_request(http, headers, status):
     assert answer.json()["request_id"] == answer.headers["request-id"]
 
 
+def test_the_client_lists_models(client, http):
+    page = client.models.list()
+    (model,) = page
+    assert (model.type, model.lifecycle, page.has_more) == ("model", "active", False)
+    assert (model.id, model.display_name, page.first_id, page.last_id) == (MODEL,) * 4
+    assert model.created_at.timestamp() == http.get("/v1/models").json()["data"][0]["created"]
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(anthropic.NotFoundError, match="other"):
+        client.models.retrieve("other")
+
+
 def test_turns_of_one_role_are_one(client, v1):
     turns = [
         {"role": "user", "content": "Hello!"},
