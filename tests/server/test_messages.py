@@ -335,6 +335,8 @@ REFUSED = [
     ({"messages": [said({"type": "thinking", "thinking": ""})]}, "it takes text, tool_result"),
     ({"messages": [*HELLO, {"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "'redacted_thinking'"),
     ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "tool_use that nothing answers"),
+    ({"messages": [said(RESULT), *ASKS[1:], said(RESULT)]}, "tool_use_id 'call_1', and no tool_use before it has this"),
+    ({"messages": [*ASKS, said(RESULT, {**RESULT, "tool_use_id": "call_2"})]}, "a tool_result has the tool_use_id 'ca"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools of type 'web_search_20250305'"),
     ({"tools": [WEATHER, WEATHER]}, "tools have 'get_weather' twice"),
     ({"tools": [WEATHER]}, "tools are given, but this model's chat template has no place for them"),
@@ -388,6 +390,11 @@ def test_what_agents_send_is_taken(http, calls_tools):
     count = http.post("/v1/messages/count_tokens", json={name: body[name] for name in ("system", "tools", "messages")})
     usage = answer.json()["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count.json()["input_tokens"]
+
+
+def test_a_result_may_come_behind_another_turn(http, calls_tools):
+    body = {**ASKED, "messages": [*ASKS, {"role": "assistant", "content": "Wait."}, said(text("Well?"), RESULT)]}
+    assert http.post("/v1/messages", json=body).status_code == 200
 
 
 def test_half_of_a_character_is_refused(http, calls_tools):
