@@ -274,6 +274,43 @@ def test_what_goes_out_may_come_in_again(client, calls_tools, says, v1):
     assert messages[0][1]["reasoning_content"] == "Rain?"
 
 
+def output_of(call_id):
+    return {"type": "function_call_output", "call_id": call_id, "output": "Yes."}
+
+
+def test_an_output_belongs_to_a_call(client, calls_tools, says, v1):
+    """Of the input, of a response that is gone on from, or of one before that."""
+    says(CALL)
+    first = client.responses.create(**SCRIPTED, input="Rain?", tools=[WEATHER])
+    (call,) = first.output
+    says("It rains.")
+    second = client.responses.create(**SCRIPTED, input="Well?", previous_response_id=first.id)
+    for asked in (
+        {"input": [output_of("call_x")]},
+        {"input": [output_of(call.call_id)]},
+        {"input": [call, output_of(call.call_id), output_of("call_x")]},
+        {"input": [output_of("call_x")], "previous_response_id": first.id},
+    ):
+        with pytest.raises(openai.BadRequestError, match="no tool call found for function call output") as refused:
+            client.responses.create(**SCRIPTED, **asked)
+        assert refused.value.body["param"] == "input"
+    for asked in (
+        {"input": [output_of(call.call_id), call]},
+        {"input": [output_of(call.call_id)], "previous_response_id": second.id},
+    ):
+        assert client.responses.create(**SCRIPTED, **asked).output_text == "It rains."
+
+
+def test_an_output_may_belong_to_a_call_beside_one_that_was_cut(client, calls_tools, says, v1):
+    says(f'{CALL}<tool_call>\n{{"name": "get_weather", "arguments": {{"ci')
+    first = client.responses.create(**SCRIPTED, input="Rain?", tools=[WEATHER])
+    whole, cut = first.output
+    assert cut.arguments == '{"ci'
+    says("It rains.")
+    asked = {"input": [output_of(whole.call_id)], "previous_response_id": first.id}
+    assert client.responses.create(**SCRIPTED, **asked).output_text == "It rains."
+
+
 def item(**fields):
     return {"input": [fields]}
 

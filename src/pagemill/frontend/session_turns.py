@@ -58,6 +58,8 @@ class SessionTurns:
             check_messages(content)
         begun = self._begun(name, space, response, adapter)
         try:
+            if response is not None:
+                response.on_begin(begun)
             messages = tools = None
             instructions = begun.instructions if response is None else response.instructions
             if template is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from pagemill.errors import InvalidRequestError, PagemillError, ResponseNotFoundError
+from pagemill.errors import InvalidRequestError, PagemillError, ResponseNotFoundError, shown
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.outputs import LogprobsOfPosition, RequestOutput
 from pagemill.frontend.request_state import RequestState, ResponseTurn
@@ -16,7 +17,7 @@ from pagemill.lora_request import LoRARequest
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.errors import error_response
-from pagemill.server.protocol.response_items import OutputReasoning, listed_items
+from pagemill.server.protocol.response_items import CallItem, CallOutput, OutputReasoning, listed_items
 from pagemill.server.protocol.responses import (
     IncompleteDetails,
     InputTokensDetails,
@@ -33,7 +34,7 @@ from pagemill.server.routes.chat import ChatCall
 from pagemill.server.routes.models import ServedModels
 from pagemill.server.routes.response_logprobs import ReadLogprobs
 from pagemill.server.routes.response_output import ResponseOutput
-from pagemill.sessions.record import RESPONSE, is_response
+from pagemill.sessions.record import RESPONSE, SessionRecord, is_response
 from pagemill.text.answer.reader import AnswerPart
 from pagemill.text.detokenizer import Detokenizer
 
@@ -59,7 +60,8 @@ class ResponseCall(ChatCall):
     async def _submit(self, params: SamplingParams | BeamSearchParams) -> None:
         assert isinstance(params, SamplingParams)
         asked, chat = self._asked, self.request
-        turn = ResponseTurn(asked.previous_response_id, asked.instructions, asked.keep, self._ended)
+        check = partial(_check_outputs, asked.input)
+        turn = ResponseTurn(asked.previous_response_id, asked.instructions, asked.keep, check, self._ended)
         session = self._llm.session(self._id, cache_salt=chat.cache_salt or "", tenant=self._tenant)
         stream = await session.submit_chat(
             *(chat.for_template(), params, self._id),
@@ -150,6 +152,22 @@ class ResponseCall(ChatCall):
             output=self._output.items,
             **self._asked.repeated(),
             **more,
+        )
+
+
+def _check_outputs(items: Iterable[Any], begun: SessionRecord) -> None:
+    """Raises `InvalidRequestError` for the output of a call that is neither among the items nor in the conversation
+    before them."""
+    calls = {item.call_id for item in items if isinstance(item, CallItem)}
+    calls.update(call["id"] for message in begun.messages or () for call in message.get("tool_calls", ()))
+    if begun.response is not None:  # beside a call that was cut, messages have none
+        calls.update(item["call_id"] for item in begun.response["body"]["output"] if item["type"] == "function_call")
+    unknown = next((item.call_id for item in items if isinstance(item, CallOutput) and item.call_id not in calls), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"no tool call found for function call output with call_id {shown(unknown)}; send its function_call as an "
+            f"item too, or name the response that has it in previous_response_id",
+            param="input",
         )
 
 
