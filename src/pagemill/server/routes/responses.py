@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -17,23 +18,27 @@ from pagemill.lora_request import LoRARequest
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.errors import error_response
+from pagemill.server.protocol.events import until_disconnect
 from pagemill.server.protocol.response_items import CallItem, CallOutput, OutputReasoning, listed_items
 from pagemill.server.protocol.responses import (
     IncompleteDetails,
+    InputTokenCount,
     InputTokensDetails,
     ItemList,
     OutputTokensDetails,
     ResponseDeleted,
     ResponseFailure,
+    ResponseInput,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
 )
 from pagemill.server.routes.call import respond
-from pagemill.server.routes.chat import ChatCall
+from pagemill.server.routes.chat import ChatCall, options_for
 from pagemill.server.routes.models import ServedModels
 from pagemill.server.routes.response_logprobs import ReadLogprobs
 from pagemill.server.routes.response_output import ResponseOutput
+from pagemill.server.routes.tokens import encode_conversation
 from pagemill.sessions.record import RESPONSE, SessionRecord, is_response
 from pagemill.text.answer.reader import AnswerPart
 from pagemill.text.detokenizer import Detokenizer
@@ -193,6 +198,25 @@ def response_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         model = served.name_for(body.model)
         call = ResponseCall(llm, body, model, request.state.tenant, served.adapter(model))
         return await respond(call, request, stream=bool(body.stream))
+
+    @routes.post("/input_tokens")
+    async def count(body: ResponseInput, request: Request) -> InputTokenCount:
+        """Counts the tokens that the prompt of a response would have. They need not fit `max_model_len`."""
+        served.name_for(body.model)
+        chat, tokenizer = body.chat, await llm.tokenizer()
+        tools = chat.tools_for_template()
+        if tools:
+            tokenizer.answers.check_tool_calls()
+        check, encode = partial(_check_outputs, body.input), partial(encode_conversation, tokenizer)
+        turn = ResponseTurn(body.previous_response_id, body.instructions, False, check, lambda _: {})
+        name, salt = f"{RESPONSE}{uuid.uuid4().hex}", chat.cache_salt or ""
+        session = llm.session(name, cache_salt=salt, tenant=request.state.tenant)
+        try:
+            options = options_for(tokenizer.answers, chat)
+            work = session.count_chat(chat.for_template(), turn, encode, tools=tools, **options)
+            return InputTokenCount(input_tokens=await until_disconnect(request.receive, work))
+        except PagemillError as error:
+            raise chat.in_own_words(error) from None
 
     @routes.get("/{response_id}", response_model=ResponseObject)
     async def retrieve(response_id: str, request: Request, cache_salt: str = "", stream: bool = False) -> Response:
