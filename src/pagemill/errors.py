@@ -149,6 +149,12 @@ class BodyTooLargeError(InvalidRequestError):
     http_status: ClassVar[int] = 413
 
 
+class EncodedBodyError(InvalidRequestError):
+    """An HTTP request whose body is compressed, or encoded in another way."""
+
+    http_status: ClassVar[int] = 415
+
+
 class SlowBodyError(InvalidRequestError):
     """An HTTP request whose body did not come in time."""
 

@@ -274,6 +274,21 @@ def test_serve_listens_at_once_and_ends_without_a_trace(tmp_path):
         server.wait()
 
 
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_has_said_that_it_listens_stops_cleanly(stop):
+    server = subprocess.Popen([*COMMAND, "serve", MODEL, "--port", "0", *SMALL], stderr=subprocess.PIPE, text=True)
+    try:
+        while "listening; " not in server.stderr.readline():
+            assert server.poll() is None
+        server.send_signal(stop)
+        _, messages = server.communicate(timeout=20)
+        assert server.returncode == 0
+        assert "Traceback" not in messages
+    finally:
+        server.kill()
+        server.wait()
+
+
 def test_a_queue_has_an_end_without_a_tenants_file():
     command = [*COMMAND, "serve", MODEL, "--port", "0", *LONG, "--max-waiting", "2", "--max-num-seqs", "1"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

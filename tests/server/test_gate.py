@@ -89,6 +89,23 @@ def test_a_length_that_is_said_twice_hides_no_request(guarded):
     assert '"version"' not in answer
 
 
+@pytest.mark.parametrize("given", [["gzip"], ["identity, br"], ["identity", "zstd"]])
+def test_an_encoded_body_is_refused_before_it_is_read(given):
+    headers = [(b"content-encoding", coding.encode()) for coding in given]
+    status, body = asyncio.run(through(gate(), headers, whole=False))
+    error = json.loads(body)["error"]
+    assert (status, error["type"]) == (415, "invalid_request_error")
+    assert f"Content-Encoding is '{', '.join(given)}'" in error["message"]
+    assert "send the JSON as it is, without Content-Encoding" in error["message"]
+    status, body = asyncio.run(through(gate(), headers, path="/v1/messages"))
+    refused = json.loads(body)
+    assert (status, refused["type"], refused["error"]["type"]) == (415, "error", "invalid_request_error")
+
+
+def test_a_body_that_is_said_to_be_as_it_is_is_taken():
+    assert asyncio.run(through(gate(), [(b"content-encoding", b"Identity")], body=[b"{}"])) == (200, b"{}")
+
+
 def test_a_body_may_be_as_long_as_the_limit():
     status, body = asyncio.run(through(gate(max_body_bytes=6), body=[b"abc", b"def"]))
     assert (status, body) == (200, b"abcdef")
@@ -202,7 +219,7 @@ async def served_path(scope, receive, send):
     await send({"type": "http.response.body", "body": message["body"]})
 
 
-async def through(app, headers=(), body=(b"",), whole=True):
+async def through(app, headers=(), body=(b"",), whole=True, path="/v1/completions"):
     """Status and body of the answer to a request whose body comes in these parts, `whole` or with more to come."""
     sent = []
     parts = list(body)
@@ -216,6 +233,6 @@ async def through(app, headers=(), body=(b"",), whole=True):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": list(headers)}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
     await app(scope, receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)

@@ -103,6 +103,27 @@ def test_the_client_knows_a_request_by_its_id(client):
     with pytest.raises(anthropic.NotFoundError) as refused:
         client.messages.create(**ASKED | {"model": "other"}, messages=HELLO)
     assert refused.value.request_id
+    assert refused.value.body["request_id"] == refused.value.request_id
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 400), ({"Content-Encoding": "gzip"}, 415), ({"X-Request-Id": "a b"}, 400)]
+)
+def test_errors_from_every_layer_name_the_request(http, headers, status):
+    answer = http.post("/v1/messages", json={}, headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["request_id"] == answer.headers["request-id"]
+
+
+def test_the_client_lists_models(client, http):
+    page = client.models.list()
+    (model,) = page
+    assert (model.type, model.lifecycle, page.has_more) == ("model", "active", False)
+    assert (model.id, model.display_name, page.first_id, page.last_id) == (MODEL,) * 4
+    assert model.created_at.timestamp() == http.get("/v1/models").json()["data"][0]["created"]
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(anthropic.NotFoundError, match="other"):
+        client.models.retrieve("other")
 
 
 def test_turns_of_one_role_are_one(client, v1):
@@ -314,6 +335,8 @@ REFUSED = [
     ({"messages": [said({"type": "thinking", "thinking": ""})]}, "it takes text, tool_result"),
     ({"messages": [*HELLO, {"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "'redacted_thinking'"),
     ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "tool_use that nothing answers"),
+    ({"messages": [said(RESULT), *ASKS[1:], said(RESULT)]}, "tool_use_id 'call_1', and no tool_use before it has this"),
+    ({"messages": [*ASKS, said(RESULT, {**RESULT, "tool_use_id": "call_2"})]}, "a tool_result has the tool_use_id 'ca"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools of type 'web_search_20250305'"),
     ({"tools": [WEATHER, WEATHER]}, "tools have 'get_weather' twice"),
     ({"tools": [WEATHER]}, "tools are given, but this model's chat template has no place for them"),
@@ -324,6 +347,7 @@ REFUSED = [
     ({"messages": [*HELLO, {"role": "user", "content": []}]}, "a turn has no blocks"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"url": "x"}]}, "does not serve 'mcp_servers'"),
+    ({"cache_salt": ""}, "cache_salt is ''; it must have one character"),
     ({"temperature": -1}, "temperature is -1"),
     ({"temperatur": 1}, "temperatur"),
 ]
@@ -366,6 +390,11 @@ def test_what_agents_send_is_taken(http, calls_tools):
     count = http.post("/v1/messages/count_tokens", json={name: body[name] for name in ("system", "tools", "messages")})
     usage = answer.json()["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count.json()["input_tokens"]
+
+
+def test_a_result_may_come_behind_another_turn(http, calls_tools):
+    body = {**ASKED, "messages": [*ASKS, {"role": "assistant", "content": "Wait."}, said(text("Well?"), RESULT)]}
+    assert http.post("/v1/messages", json=body).status_code == 200
 
 
 def test_half_of_a_character_is_refused(http, calls_tools):

@@ -69,6 +69,15 @@ from server.questions import CHAT, MODEL
         ("completions", {"prompt": [5], "suffix": "y"}, 400, "suffix", "token ids"),
         ("chat/completions", {"suffix": "y"}, 400, "suffix", "suffix"),
         ("completions", {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "999"),
+        *(
+            (path, {**body, "cache_salt": ""}, 400, "cache_salt", "one character at least: give it some, or leave it")
+            for path, body in (
+                ("chat/completions", {}),
+                ("completions", {"prompt": "x"}),
+                ("responses", {"input": "x"}),
+                ("embeddings", {"input": "x"}),
+            )
+        ),
         ("nothing", {}, 404, None, "Not Found"),
         ("score", {}, 404, None, "not served here; compare embeddings, see POST /v1/embeddings"),
         ("kv_memory", {"kv_memory": True}, 400, "kv_memory", "kv_memory is True; it must be an integer or a number or"),

@@ -274,6 +274,84 @@ def test_what_goes_out_may_come_in_again(client, calls_tools, says, v1):
     assert messages[0][1]["reasoning_content"] == "Rain?"
 
 
+def output_of(call_id):
+    return {"type": "function_call_output", "call_id": call_id, "output": "Yes."}
+
+
+def test_an_output_belongs_to_a_call(client, calls_tools, says, v1):
+    """Of the input, of a response that is gone on from, or of one before that."""
+    says(CALL)
+    first = client.responses.create(**SCRIPTED, input="Rain?", tools=[WEATHER])
+    (call,) = first.output
+    says("It rains.")
+    second = client.responses.create(**SCRIPTED, input="Well?", previous_response_id=first.id)
+    for asked in (
+        {"input": [output_of("call_x")]},
+        {"input": [output_of(call.call_id)]},
+        {"input": [call, output_of(call.call_id), output_of("call_x")]},
+        {"input": [output_of("call_x")], "previous_response_id": first.id},
+    ):
+        with pytest.raises(openai.BadRequestError, match="no tool call found for function call output") as refused:
+            client.responses.create(**SCRIPTED, **asked)
+        assert refused.value.body["param"] == "input"
+    for asked in (
+        {"input": [output_of(call.call_id), call]},
+        {"input": [output_of(call.call_id)], "previous_response_id": second.id},
+    ):
+        assert client.responses.create(**SCRIPTED, **asked).output_text == "It rains."
+
+
+def test_an_output_may_belong_to_a_call_beside_one_that_was_cut(client, calls_tools, says, v1):
+    says(f'{CALL}<tool_call>\n{{"name": "get_weather", "arguments": {{"ci')
+    first = client.responses.create(**SCRIPTED, input="Rain?", tools=[WEATHER])
+    whole, cut = first.output
+    assert cut.arguments == '{"ci'
+    says("It rains.")
+    asked = {"input": [output_of(whole.call_id)], "previous_response_id": first.id}
+    assert client.responses.create(**SCRIPTED, **asked).output_text == "It rains."
+
+
+def test_input_tokens_are_those_of_the_same_request(client, calls_tools, says, v1):
+    says(SAID)
+    first = client.responses.create(**SCRIPTED, input="Rain?", instructions="Be brief.", tools=[WEATHER])
+    outputs = [output_of(item.call_id) for item in first.output if item.type == "function_call"]
+    for asked in (
+        {"input": "Rain?"},
+        {"input": [{"role": "user", "content": "Rain?"}], "instructions": "Be brief."},
+        {"input": "Rain?", "tools": [WEATHER], "tool_choice": "required", "reasoning": {"effort": "none"}},
+        {"input": "Rain?", "tools": [WEATHER], "tool_choice": "none", "text": {"format": {"type": "json_object"}}},
+        {"input": outputs, "previous_response_id": first.id},
+        {"input": outputs, "previous_response_id": first.id, "instructions": "Be brief.", "tools": [WEATHER]},
+    ):
+        counted = client.responses.input_tokens.count(model=MODEL, **asked)
+        answered = client.responses.create(model=MODEL, **asked, max_output_tokens=2, store=False)
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", answered.usage.input_tokens)
+    assert [card["id"] for card in v1.get("/sessions").json()["data"]] == [first.id]
+
+
+def test_input_tokens_are_counted_beyond_the_context(client):
+    short, long = (client.responses.input_tokens.count(input="Hi " * times).input_tokens for times in (1, 5000))
+    assert long >= short + 4999
+    with pytest.raises(openai.BadRequestError, match=r"the conversation has \d+ characters; give at most 1048576"):
+        client.responses.input_tokens.count(input="Hi " * 400_000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "param", "said"),
+    [
+        ({"input": "x", "max_output_tokens": 5}, 400, "max_output_tokens", "this endpoint has no argument"),
+        ({"input": [output_of("c")]}, 400, "input", "no tool call found"),
+        ({"input": "x", "previous_response_id": "resp_x"}, 404, "previous_response_id", "there is no response"),
+        ({"input": "x", "tools": [WEATHER]}, 400, "tools", "has no place for them"),
+        ({"input": "x", "model": "other"}, 404, "model", "not served"),
+    ],
+)
+def test_what_could_not_be_answered_is_not_counted(v1, asked, status, param, said):
+    answer = v1.post("/responses/input_tokens", json=asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], said in error["message"]) == (status, param, True), error
+
+
 def item(**fields):
     return {"input": [fields]}
 

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from pagemill.frontend.input_processor import InputProcessor
+from pagemill.text.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
 TEMPLATE = """{%- for document in documents or [] %}<doc>{{ document.text }}</doc>{% endfor -%}
@@ -34,14 +34,13 @@ def client(server):
 @pytest.fixture
 def prompts(monkeypatch):
     """The texts that the template has written."""
-    texts, encode_chat = [], InputProcessor.encode_chat
+    texts, apply = [], Tokenizer.apply_chat_template
 
     def remember(*args, **how):
-        text, token_ids = encode_chat(*args, **how)
-        texts.append(text)
-        return text, token_ids
+        texts.append(apply(*args, **how))
+        return texts[-1]
 
-    monkeypatch.setattr(InputProcessor, "encode_chat", remember)
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", remember)
     return texts
 
 

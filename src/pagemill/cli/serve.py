@@ -198,6 +198,9 @@ async def _serve(
     listening, address = (url_of(scheme, *sock.getsockname()[:2], here=here) for here in (False, True))
     with LoadingBar(names[0]) as bar:
 
+        def tell() -> None:
+            LOGGER.info("listening; the model is loading", extra=fields(model=names[0], address=listening))
+
         def announce(ready: EngineReady) -> None:
             bar.stop()
             spare_streams()
@@ -208,9 +211,11 @@ async def _serve(
 
         settings = {**settings, "tenants": limits.tenants(tenants)}
         llm = AsyncLLM(model, on_progress=bar, **settings)
-        LOGGER.info("listening; the model is loading", extra=fields(model=names[0], address=listening))
         try:
-            await run_server(llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host, traces)
+            await run_server(
+                *(llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host, traces),
+                on_listening=tell,
+            )
         finally:
             if traces is not None:
                 await asyncio.to_thread(traces.close)

@@ -133,15 +133,11 @@ class InputProcessor:
         return state
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any) -> Prompt:
-        """Returns a conversation as a prompt. Takes and raises what `encode_chat` does."""
-        text, token_ids = self.encode_chat(messages, **template)
-        return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": cache_salt}
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
-        """Returns a conversation's text and token ids. Takes and raises what `Tokenizer.apply_chat_template` does, and
-        raises what `encode` does."""
+        """Returns a conversation as a prompt. Takes and raises what `Tokenizer.apply_chat_template` does, and raises
+        what `encode` does."""
         text = self.tokenizer.apply_chat_template(messages, **template)
-        return text, self.encode(text, add_special_tokens=False)
+        token_ids = self.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": cache_salt}
 
     def encode(self, text: str, add_special_tokens: bool = True, *, answered: bool = True) -> list[int]:
         """Returns the token ids of a text. Raises `PromptTooLongError` for one that is so long that it cannot fit,

@@ -117,13 +117,15 @@ class ResponseTurn:
     """Makes a turn a response: it goes on from an earlier one, which stays as it is, and is kept under its own name.
 
     after: the earlier response, None for none. instructions: the system message before the conversation, of this turn
-    alone. keep: False leaves no trace. on_end: called in another thread once the answer has ended; returns what is kept
-    beside the conversation.
+    alone. keep: False leaves no trace. on_begin: called in another thread with the session as the turn begins it; what
+    it raises refuses the turn. on_end: called in another thread once the answer has ended; returns what is kept beside
+    the conversation.
     """
 
     after: str | None
     instructions: str | None
     keep: bool
+    on_begin: Callable[[SessionRecord], None]
     on_end: Callable[[RequestState], dict[str, Any]]
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 from pagemill.frontend.frontend import Frontend
+from pagemill.frontend.input_processor import size_of
 from pagemill.frontend.outputs import RequestOutput
 from pagemill.frontend.request_state import RequestState, ResponseTurn
 from pagemill.frontend.request_stream import RequestStream
@@ -160,6 +161,20 @@ class AsyncSession:
         how: dict[str, Any] = {"priority": priority, "max_tool_calls": max_tool_calls, "response": response}
         how |= {"template": template, "lora_request": lora_request}
         return await self._start(messages, sampling_params, request_id, **how)
+
+    async def count_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        response: ResponseTurn,
+        encode: Callable[[str], list[int]],
+        **template: Any,
+    ) -> int:
+        """Returns how many tokens the prompt of a response would have, which is never computed. Takes and raises what
+        `SessionTurns.count` does, and raises `TooManyWaitingError`."""
+        frontend, tenant = await self._loaded(), self.space.tenant
+        frontend.worker.require_room(tenant)
+        asked = (self.name, self.space, messages, response, encode, template)
+        return await frontend.worker.run_for(tenant, size_of(messages), frontend.turns.count, *asked)
 
     async def record(self) -> SessionRecord:
         """Returns the session as it is now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagemill.engine.messages import AdapterInfo
@@ -58,13 +58,16 @@ class SessionTurns:
             check_messages(content)
         begun = self._begun(name, space, response, adapter)
         try:
+            if response is not None:
+                response.on_begin(begun)
             messages = tools = None
             instructions = begun.instructions if response is None else response.instructions
             if template is None:
                 text, token_ids = self._prompt(begun, content)
             else:
                 tools = _tools(template.get("tools")) or (begun.tools if response is None else None)
-                text, token_ids = self._chat(begun, instructions, content, {**template, "tools": tools})
+                text, history = self._chat(begun, instructions, content, {**template, "tools": tools})
+                token_ids = _joined(history, self._inputs.encode(text, add_special_tokens=False))
                 messages = [*(begun.messages or []), *content]
                 if response is None or response.keep:
                     what = f"session {name!r}" if response is None else "the response"
@@ -93,6 +96,29 @@ class SessionTurns:
             request.asked.session = name
         request.turn = Turn(begun, messages, tools, max_tool_calls, instructions, response)
         return request
+
+    def count(
+        self,
+        name: str,
+        space: Namespace,
+        messages: Sequence[Mapping[str, Any]],
+        response: ResponseTurn,
+        encode: Callable[[str], list[int]],
+        template: Mapping[str, Any],
+    ) -> int:
+        """Returns how many tokens the prompt of a response would have; they need not fit `max_model_len`.
+
+        encode: returns the tokens of a text. Raises what it and the chat template raise, and
+        `SessionStore.begin_response`.
+        """
+        begun = self._begun(name, space, response, None)
+        try:
+            response.on_begin(begun)
+            tools = _tools(template.get("tools")) or None
+            text, history = self._chat(begun, response.instructions, messages, {**template, "tools": tools})
+        finally:
+            self.store.release(begun)
+        return len(_joined(history, encode(text)))
 
     def _check_size(self, what: str, messages: list[Any], tools: list[Any] | None) -> None:
         """Raises `InvalidRequestError` for more than a session keeps."""
@@ -159,10 +185,10 @@ class SessionTurns:
         messages: Sequence[Mapping[str, Any]],
         template: Mapping[str, Any],
     ) -> tuple[str, list[int]]:
-        """Returns the text of a turn, and all tokens up to its end.
+        """Returns the text of a turn, and the tokens before it.
 
-        Where the chat template writes earlier turns anew, or tools or instructions are others than before, that is the
-        whole conversation, rendered and tokenized again."""
+        Where the chat template writes earlier turns anew, or tools or instructions are others than before, the text is
+        the whole conversation, and no tokens are before it."""
         if begun.num_turns and begun.messages is None:
             raise InvalidRequestError(
                 f"session {begun.name!r} was begun with a prompt, and goes on with prompts, not with messages",
@@ -173,14 +199,18 @@ class SessionTurns:
         goes_on = begun.messages and (begun.tools, begun.instructions) == (template["tools"], instructions)
         text = tokenizer.render_turn(earlier, messages, **template) if goes_on else None
         if text is None:
-            return self._inputs.encode_chat([*earlier, *messages], **template)
-        new, history = self._inputs.encode(text, add_special_tokens=False), self._history(begun)
-        return text, [*(history[:-1] if history[-1:] == new[:1] else history), *new]
+            return tokenizer.apply_chat_template([*earlier, *messages], **template), []
+        return text, self._history(begun)
 
     def _history(self, begun: SessionRecord) -> list[int]:
         """Returns a session's tokens. An end-of-sequence token that ended the last answer gives way to what follows."""
         ended = begun.token_ids[-1:] and begun.token_ids[-1] in self._inputs.facts().eos_token_ids
         return begun.token_ids[:-1] if ended else begun.token_ids
+
+
+def _joined(history: list[int], new: list[int]) -> list[int]:
+    """Returns tokens and those behind them, which may begin with the end of the last answer."""
+    return [*(history[:-1] if history[-1:] == new[:1] else history), *new]
 
 
 def _tools(given: Any) -> list[Any]:

@@ -50,6 +50,7 @@ async def run_server(
     host: str = "",
     traces: Traces | None = None,
     stop: asyncio.Event | None = None,
+    on_listening: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
@@ -57,8 +58,8 @@ async def run_server(
     that running requests do not need, SIGUSR2 takes as much as at the start again.
     host: the name that the address was given by. traces: where spans of requests go, None for nowhere. stop: once it is
     set, the server stops as after a signal.
-    `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals, and
-    where the system allows fewer connections than the limits.
+    `on_listening` is called when requests and signals are taken, `on_ready` when the model is loaded and `pins` are
+    computed, `say` with what came of these signals, and where the system allows fewer connections than the limits.
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
     """
     give_back_freed_memory()
@@ -81,7 +82,7 @@ async def run_server(
     certificate = access.certificate()
     tls = None if certificate is None else certificate.context
     config = server_config(AccessLog(drain, ended), limits, say, access.forwarded_allow_ips, tls)
-    server = StoppingServer(config, llm, app.state.feed, drain, limits.drain_timeout, say)
+    server = StoppingServer(config, llm, app.state.feed, drain, limits.drain_timeout, say, on_listening)
 
     async def watch() -> PagemillError:
         try:

@@ -168,7 +168,8 @@ class SessionStore:
         tokenizer: str,
         adapter: bytes = b"",
     ) -> SessionRecord:
-        """Begins a session of one turn, which has the conversation of the response `after`, and returns it.
+        """Begins a session of one turn, which has the conversation of the response `after` and what is kept with that,
+        and returns it.
 
         keep: checks that there will be room for it. Raises ResponseNotFoundError, SessionLimitError, and
         InvalidRequestError for an earlier response of another tokenizer; that of another adapter may be gone on from.
@@ -190,6 +191,7 @@ class SessionStore:
                     )
                 record = replace(record, token_ids=earlier.token_ids, messages=earlier.messages, tools=earlier.tools)
                 record = replace(record, num_turns=earlier.num_turns, instructions=earlier.instructions)
+                record = replace(record, response=earlier.response)
             self._in_use[space, name] = record
             return record
 

@@ -12,9 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill.errors import (
     AuthenticationError,
     BodyTooLargeError,
+    EncodedBodyError,
     InvalidRequestError,
     PagemillError,
     SlowBodyError,
+    shown,
 )
 from pagemill.frontend.rates import RateStatus
 from pagemill.server.access.api_keys import ANTHROPIC_KEY, ApiKeys, Caller, challenge, is_open
@@ -71,6 +73,7 @@ class Gate:
             scope.setdefault("state", {})
             caller = self._caller(scope, headers)
             scope["state"].update(caller._asdict())
+            _check_encoding(headers)
             self._check_size(scope["path"], int(headers.get("content-length", 0)))
             reading = self._read(receive, body, scope["path"], caller.tenant)
             await asyncio.wait_for(reading, self._limits.request_timeout_s)
@@ -96,7 +99,7 @@ class Gate:
                 if "route" in scope:
                     asked["route"] = scope["route"]  # for the log
             return
-        answer = error_answer(error, scope["path"])
+        answer = error_answer(error, scope)
         if isinstance(error, AuthenticationError):
             answer.headers["WWW-Authenticate"] = challenge(scope["path"])
         answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
@@ -165,6 +168,16 @@ def _check_framing(headers: Headers) -> None:
     if "content-length" in headers and "transfer-encoding" in headers:
         raise InvalidRequestError(
             "the request has Content-Length and Transfer-Encoding, which each say where its body ends; send one of them"
+        )
+
+
+def _check_encoding(headers: Headers) -> None:
+    """Refuses a body that would have to be decoded: how large it is then, nobody knows before."""
+    given = ", ".join(headers.getlist("content-encoding"))
+    if any(coding.strip().lower() not in ("", "identity") for coding in given.split(",")):
+        raise EncodedBodyError(
+            f"Content-Encoding is {shown(given)}, and this server takes no encoded bodies; send the JSON as it is, "
+            f"without Content-Encoding"
         )
 
 

@@ -27,7 +27,7 @@ class Drain:
                 "the server was asked to stop and takes no more requests; send this again when it has started anew, or "
                 "to another server"
             ),
-            scope["path"],
+            scope,
         )
         answer.headers["Connection"] = "close"
         await answer(scope, receive, send)

@@ -34,14 +34,21 @@ class StoppingServer(ListeningServer):
         drain: Drain,
         drain_timeout_s: float,
         say: Callable[[str], None],
+        on_listening: Callable[[], None],
     ) -> None:
+        """on_listening: called when the server listens, and signals to stop no longer end the process at once."""
         super().__init__(config)
         self._llm = llm
         self._feed = feed
         self._drain = drain
         self._drain_timeout_s = drain_timeout_s
         self._say = say
+        self._on_listening = on_listening
         self.num_signals = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.num_signals += 1

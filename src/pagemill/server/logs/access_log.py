@@ -130,7 +130,7 @@ class AccessLog:
                     f"without spaces; leave it out to get one",
                     param=REQUEST_ID,
                 )
-                answer = error_answer(refused, scope["path"])
+                answer = error_answer(refused, scope)
                 answer.headers["Connection"] = "close"  # its body may still be on its way
                 await answer(scope, receive, tell)
         finally:

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients expect them: `{"type": "error", "error": {"type", "message"}}`."""
+"""Errors as Anthropic's clients expect them: `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ class AnthropicErrorBody(BaseModel):
 
 
 class AnthropicErrorResponse(BaseModel):
+    """request_id: what the header `request-id` says too."""
+
     type: Literal["error"] = "error"
     error: AnthropicErrorBody
+    request_id: str | None
 
 
-def anthropic_response(message: str, status: int) -> AnthropicErrorResponse:
-    """Returns an error as Anthropic writes one of this HTTP status."""
+def anthropic_response(message: str, status: int, request_id: str | None) -> AnthropicErrorResponse:
+    """Returns an error as Anthropic writes one of this HTTP status, to the request of this name."""
     usual = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    return AnthropicErrorResponse(error=AnthropicErrorBody(type=KINDS.get(status, usual), message=message))
+    error = AnthropicErrorBody(type=KINDS.get(status, usual), message=message)
+    return AnthropicErrorResponse(error=error, request_id=request_id)
 
 
 def is_anthropic(path: str) -> bool:

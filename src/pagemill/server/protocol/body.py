@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
 from pagemill.errors import InvalidRequestError
 
@@ -16,6 +16,18 @@ Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """Seconds after which a request without an answer is given up."""
 Ids = Annotated[list[int], FIRST_ERROR]
 """Token ids: of a large body, an array."""
+
+
+def _check_salt(salt: str) -> str:
+    if not salt:
+        raise InvalidRequestError(
+            "cache_salt is ''; it must have one character at least: give it some, or leave it out", param="cache_salt"
+        )
+    return salt
+
+
+Salt = Annotated[str, AfterValidator(_check_salt)]
+"""Keeps a request's prefixes to those of equal salt."""
 
 
 def check_length(name: str, entries: Any, limit: int | None, way_out: str = "") -> None:

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from pagemill.errors import (
     AuthenticationError,
@@ -70,9 +71,11 @@ def error_response(error: PagemillError) -> ErrorResponse:
     return ErrorResponse(error=body)
 
 
-def anthropic_error_response(error: PagemillError, status: int | None = None) -> AnthropicErrorResponse:
-    """Returns an error as Anthropic writes it. status: another than the error's own."""
-    return anthropic_response(_sendable(error.message), status or error.http_status)
+def anthropic_error_response(
+    error: PagemillError, status: int | None = None, request_id: str | None = None
+) -> AnthropicErrorResponse:
+    """Returns an error as Anthropic writes it. status: another than the error's own. request_id: the request's name."""
+    return anthropic_response(_sendable(error.message), status or error.http_status, request_id)
 
 
 def _sendable(text: str) -> str:
@@ -97,7 +100,7 @@ def install_error_handlers(app: FastAPI, wait_s: Callable[[str], float]) -> None
 
     async def pagemill_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, PagemillError)
-        answer = error_answer(error, request.scope["path"])
+        answer = error_answer(error, request.scope)
         if isinstance(error, TooManyWaitingError):
             answer.headers["Retry-After"] = str(math.ceil(wait_s(request.state.tenant)))
         return answer
@@ -109,10 +112,13 @@ def install_error_handlers(app: FastAPI, wait_s: Callable[[str], float]) -> None
     app.add_exception_handler(Exception, _unexpected_error)
 
 
-def error_answer(error: PagemillError, path: str, status: int | None = None) -> JSONResponse:
-    """Returns an error as the answer to an HTTP request of this path. status: another than the error's own."""
-    body = anthropic_error_response(error, status) if is_anthropic(path) else error_response(error)
-    response = JSONResponse(body.model_dump(), status_code=status or error.http_status)
+def error_answer(error: PagemillError, scope: Scope, status: int | None = None) -> JSONResponse:
+    """Returns an error as the answer to an HTTP request. status: another than the error's own."""
+    if is_anthropic(scope["path"]):
+        body = anthropic_error_response(error, status, scope.get("state", {}).get("request_id")).model_dump()
+    else:
+        body = error_response(error).model_dump()
+    response = JSONResponse(body, status_code=status or error.http_status)
     if isinstance(error, (TooManyWaitingError, ServerBusyError, EngineRestartingError, EngineStoppedError)):
         response.headers["Retry-After"] = RETRY_AFTER_S
     elif isinstance(error, RateLimitError):
@@ -137,7 +143,7 @@ def without_frames(error: E) -> E:
 async def _validation_error(request: Request, error: Exception) -> Response:
     """Answers with the first of pydantic's findings."""
     assert isinstance(error, RequestValidationError)
-    return error_answer(refusal_of(error.errors(), error.body, None), request.scope["path"])
+    return error_answer(refusal_of(error.errors(), error.body, None), request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -147,12 +153,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if isinstance(cause, ClientGone):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if error.status_code == HTTPStatus.BAD_REQUEST and cause is not None:
-        return error_answer(cause if isinstance(cause, PagemillError) else not_json(cause), path)
+        return error_answer(cause if isinstance(cause, PagemillError) else not_json(cause), request.scope)
     kind = NotFoundError if error.status_code == HTTPStatus.NOT_FOUND else InvalidRequestError
     why = f"{HTTPStatus(error.status_code).phrase}; see /docs for what is served"
     instead = INSTEAD.get(path.rpartition("/")[2]) if kind is NotFoundError else None
     refusal = kind(f"{request.method} {path}: {why if instead is None else f'not served here; {instead}'}")
-    response = error_answer(refusal, path, error.status_code)
+    response = error_answer(refusal, request.scope, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
@@ -163,4 +169,4 @@ async def _client_gone(_: Request, __: Exception) -> Response:
 
 async def _unexpected_error(request: Request, _: Exception) -> Response:
     """Tells the client nothing of our insides; the HTTP server writes the traceback to its log."""
-    return error_answer(PagemillError("the server failed on this request; its log says why"), request.scope["path"])
+    return error_answer(PagemillError("the server failed on this request; its log says why"), request.scope)

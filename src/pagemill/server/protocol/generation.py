@@ -24,7 +24,7 @@ from pagemill.errors import (
 from pagemill.frontend.outputs import LogprobsOfPosition
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sampling.structured import OLDER_NAMES
-from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, Timeout, check_length
+from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, Salt, Timeout, check_length
 from pagemill.server.protocol.response_format import ResponseFormat
 
 WITHOUT_EFFECT = frozenset(
@@ -159,7 +159,7 @@ class GenerationRequest(Parameters):
     prompt_logprobs: int | None = Field(None, description=DECLARED["prompt_logprobs"].description)
     response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     session_id: str | None = None
     fork_of: Name | None = None
     fork_index: int | None = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from pagemill.errors import InvalidRequestError
+from pagemill.errors import InvalidRequestError, shown
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name
 from pagemill.server.protocol.tools import check_size
 from pagemill.text.tokenizer import check_unicode
@@ -152,6 +152,20 @@ def check_types(content: Any, types: Sequence[str], where: str) -> None:
 def joined(blocks: Sequence[TextIn]) -> str:
     """Returns the texts of blocks as one."""
     return BETWEEN_TEXTS.join(block.text for block in blocks)
+
+
+def check_results(turns: Sequence[Turn]) -> None:
+    """Raises `InvalidRequestError` for the result of a call that no turn before it has made."""
+    called: set[str] = set()
+    for block in (block for turn in turns for block in turn.blocks):
+        if isinstance(block, ToolUseIn):
+            called.add(block.id)
+        elif isinstance(block, ToolResultIn) and block.tool_use_id not in called:
+            raise InvalidRequestError(
+                f"a tool_result has the tool_use_id {shown(block.tool_use_id)}, and no tool_use before it has this id; "
+                f"send the assistant's turn with that tool_use before it, or leave the result out",
+                param="messages",
+            )
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from pagemill.errors import InvalidRequestError, PagemillError
-from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Timeout
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Salt, Timeout
 from pagemill.server.protocol.chat import check_conversation
 from pagemill.server.protocol.chat_in_other_words import ChatInOtherWords
 from pagemill.server.protocol.generation import parameters_but, screened
-from pagemill.server.protocol.message_blocks import BETWEEN_TEXTS, BlockOut, TextIn, Turn, check_types, messages_of
+from pagemill.server.protocol.message_blocks import (
+    BETWEEN_TEXTS,
+    BlockOut,
+    TextIn,
+    Turn,
+    check_results,
+    check_types,
+    messages_of,
+)
 from pagemill.server.protocol.tools import FunctionName, check_for_template
 
 WITHOUT_EFFECT = frozenset({"metadata", "cache_control", "diagnostics", "user_profile_id", "workspace_id"})
@@ -175,7 +183,7 @@ class Conversation(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     _chat: ChatOfMessages = PrivateAttr()
@@ -206,6 +214,7 @@ class Conversation(Body):
         return [{"role": "system", "content": BETWEEN_TEXTS.join(texts)}] if texts else []
 
     def _fields_of_chat(self) -> dict[str, Any]:
+        check_results(self.messages)
         messages = messages_of(self.messages)
         goes_on = messages[-1]["role"] == "assistant"
         if goes_on and messages[-1].get("tool_calls"):

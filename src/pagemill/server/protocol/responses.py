@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from pagemill.errors import InvalidRequestError
-from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Timeout, check_length
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Salt, Timeout, check_length
 from pagemill.server.protocol.chat_in_other_words import ChatInOtherWords
 from pagemill.server.protocol.generation import parameters_but, screened
 from pagemill.server.protocol.response_items import Items, OutputItem, messages_of
@@ -130,30 +130,20 @@ class ChatOfResponse(ChatInOtherWords):
     OTHER_NAMES = OF_CHAT
 
 
-class ResponsesRequest(Parameters):
-    """`POST /v1/responses`. Without a maximum, an answer may fill what is left of `max_model_len`."""
+class ResponseInput(Body):
+    """Holds what a response answers, which is all that `POST /v1/responses/input_tokens` takes."""
 
     model: Name | None = None
     input: Items
     instructions: str | None = None
     previous_response_id: Name | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[FunctionTool], FIRST_ERROR] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[Key, Value] | None = None
-    user: Value | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
-    top_logprobs: int | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-    timeout: Timeout | None = None
+    cache_salt: Salt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     _chat: ChatOfResponse = PrivateAttr()
@@ -180,6 +170,48 @@ class ResponsesRequest(Parameters):
         return body
 
     @model_validator(mode="after")
+    def _make_chat(self) -> ResponseInput:
+        self._chat = ChatOfResponse.of(self._fields_of_chat())
+        return self
+
+    @property
+    def chat(self) -> ChatOfResponse:
+        """The same as a request of chat; its messages are the input's."""
+        return self._chat
+
+    def _fields_of_chat(self) -> dict[str, Any]:
+        form = None if self.text is None else self.text.format
+        choice: Any = self.tool_choice
+        if isinstance(choice, FunctionChoice):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return {
+            "model": self.model,
+            "messages": messages_of(self.input),
+            "tools": None if self.tools is None else [_tool_of_chat(tool) for tool in self.tools],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "response_format": None if form is None else form.for_chat(),
+            "cache_salt": self.cache_salt,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+
+class ResponsesRequest(ResponseInput, Parameters):
+    """`POST /v1/responses`. Without a maximum, an answer may fill what is left of `max_model_len`."""
+
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    metadata: dict[Key, Value] | None = None
+    user: Value | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = None
+    priority: int = 0
+    timeout: Timeout | None = None
+
+    @model_validator(mode="after")
     def _check_logprobs(self) -> ResponsesRequest:
         if self.top_logprobs and not self.with_logprobs:
             raise InvalidRequestError(
@@ -188,30 +220,15 @@ class ResponsesRequest(Parameters):
             )
         return self
 
-    @model_validator(mode="after")
-    def _make_chat(self) -> ResponsesRequest:
-        fields = {name: getattr(self, name) for name in (*Parameters.model_fields, *SAME_IN_CHAT)}
-        form = None if self.text is None else self.text.format
-        choice: Any = self.tool_choice
-        if isinstance(choice, FunctionChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}
-        fields |= {
-            "messages": messages_of(self.input),
-            "tools": None if self.tools is None else [_tool_of_chat(tool) for tool in self.tools],
-            "tool_choice": choice,
+    def _fields_of_chat(self) -> dict[str, Any]:
+        same = (*Parameters.model_fields, "priority", "timeout")
+        return {
+            **super()._fields_of_chat(),
+            **{name: getattr(self, name) for name in same},
             "max_completion_tokens": self.max_output_tokens,
-            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
-            "response_format": None if form is None else form.for_chat(),
             "logprobs": self.with_logprobs,
             "top_logprobs": self.top_logprobs if self.with_logprobs else None,
         }
-        self._chat = ChatOfResponse.of(fields)
-        return self
-
-    @property
-    def chat(self) -> ChatOfResponse:
-        """The same as a request of chat; its messages are the input's."""
-        return self._chat
 
     @property
     def with_logprobs(self) -> bool:
@@ -244,9 +261,6 @@ class ResponsesRequest(Parameters):
         }
 
 
-SAME_IN_CHAT = ("model", "parallel_tool_calls", "cache_salt", "priority", "timeout", "chat_template_kwargs")
-
-
 def _tool_of_chat(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
@@ -269,6 +283,11 @@ def _check_tool_choice(choice: Any) -> None:
             f"'required' or 'none'",
             param="tool_choice",
         )
+
+
+class InputTokenCount(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class InputTokensDetails(BaseModel):

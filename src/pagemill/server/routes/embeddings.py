@@ -21,7 +21,7 @@ from pagemill.frontend.outputs import RequestMetrics
 from pagemill.frontend.pooling import EmbeddingRequestOutput
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.server.bodies.reader import BodyRoute
-from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, Timeout, check_length
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, Salt, Timeout, check_length
 from pagemill.server.protocol.events import until_disconnect, until_late
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.server.routes.models import ServedModels
@@ -42,7 +42,7 @@ class EmbeddingRequest(Body):
     user: str | None = Field(None, description="It has no effect.")
     pooling_type: str = PoolingParams.pooling_type
     normalize: bool = PoolingParams.normalize
-    cache_salt: str = ""
+    cache_salt: Salt = ""
     priority: int = 0
     timeout: Timeout | None = None
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.errors import PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import size_of
 from pagemill.frontend.outputs import CompletionOutput
@@ -31,7 +31,7 @@ from pagemill.server.routes.call import respond
 from pagemill.server.routes.chat import ChatCall, options_for
 from pagemill.server.routes.message_output import MessageOutput
 from pagemill.server.routes.models import ServedModels
-from pagemill.server.routes.tokens import MAX_CHARACTERS
+from pagemill.server.routes.tokens import encode_conversation
 from pagemill.text.answer.reader import AnswerReader
 from pagemill.text.tokenizer import Tokenizer
 
@@ -153,8 +153,4 @@ def _count(tokenizer: Tokenizer, chat: ChatOfMessages) -> int:
         text = tokenizer.apply_chat_template(chat.for_template(), tools=tools, **options)
     except PagemillError as error:
         raise chat.in_own_words(error) from None
-    if len(text) > MAX_CHARACTERS:
-        raise InvalidRequestError(
-            f"the conversation has {len(text)} characters; give at most {MAX_CHARACTERS}", param="messages"
-        )
-    return len(tokenizer.encode(text, add_special_tokens=False))
+    return len(encode_conversation(tokenizer, text))

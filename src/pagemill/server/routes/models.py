@@ -1,16 +1,22 @@
-"""`/v1/models`: the names under which the model is served."""
+"""`/v1/models`: the names under which the model is served, in OpenAI's shape or Anthropic's."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Header
 
 from pagemill.errors import ConfigError, ModelNotServedError, shown
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.lora_request import LoRARequest
+from pagemill.server.protocol.anthropic_models import AnthropicModel, AnthropicModels
 from pagemill.server.protocol.body import LONGEST_NAME, Listing, ModelCard
+
+AnthropicVersion = Annotated[
+    str | None, Header(description="Anthropic's clients send it, and are answered in Anthropic's shape.")
+]
 
 
 class ServedModels:
@@ -74,14 +80,18 @@ def model_routes(served: ServedModels) -> APIRouter:
     routes = APIRouter(prefix="/v1/models")
 
     @routes.get("")
-    async def models() -> Listing[ModelCard]:
+    async def models(anthropic_version: AnthropicVersion = None) -> Listing[ModelCard] | AnthropicModels:
         """Lists the model that is served, once for each of its names, and its LoRA adapters, which name it as their
         parent."""
-        return Listing(data=[served.card(name) for name in served.all_names])
+        cards = [served.card(name) for name in served.all_names]
+        if anthropic_version is None:
+            return Listing(data=cards)
+        return AnthropicModels(data=[*map(AnthropicModel.of, cards)], first_id=cards[0].id, last_id=cards[-1].id)
 
     @routes.get("/{name:path}")
-    async def model(name: str) -> ModelCard:
+    async def model(name: str, anthropic_version: AnthropicVersion = None) -> ModelCard | AnthropicModel:
         """Describes the model that is served."""
-        return served.card(served.name_for(name))
+        card = served.card(served.name_for(name))
+        return card if anthropic_version is None else AnthropicModel.of(card)
 
     return routes

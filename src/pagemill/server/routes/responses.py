@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from pagemill.errors import InvalidRequestError, PagemillError, ResponseNotFoundError
+from pagemill.errors import InvalidRequestError, PagemillError, ResponseNotFoundError, shown
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.outputs import LogprobsOfPosition, RequestOutput
 from pagemill.frontend.request_state import RequestState, ResponseTurn
@@ -16,24 +18,28 @@ from pagemill.lora_request import LoRARequest
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.errors import error_response
-from pagemill.server.protocol.response_items import OutputReasoning, listed_items
+from pagemill.server.protocol.events import until_disconnect
+from pagemill.server.protocol.response_items import CallItem, CallOutput, OutputReasoning, listed_items
 from pagemill.server.protocol.responses import (
     IncompleteDetails,
+    InputTokenCount,
     InputTokensDetails,
     ItemList,
     OutputTokensDetails,
     ResponseDeleted,
     ResponseFailure,
+    ResponseInput,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
 )
 from pagemill.server.routes.call import respond
-from pagemill.server.routes.chat import ChatCall
+from pagemill.server.routes.chat import ChatCall, options_for
 from pagemill.server.routes.models import ServedModels
 from pagemill.server.routes.response_logprobs import ReadLogprobs
 from pagemill.server.routes.response_output import ResponseOutput
-from pagemill.sessions.record import RESPONSE, is_response
+from pagemill.server.routes.tokens import encode_conversation
+from pagemill.sessions.record import RESPONSE, SessionRecord, is_response
 from pagemill.text.answer.reader import AnswerPart
 from pagemill.text.detokenizer import Detokenizer
 
@@ -59,7 +65,8 @@ class ResponseCall(ChatCall):
     async def _submit(self, params: SamplingParams | BeamSearchParams) -> None:
         assert isinstance(params, SamplingParams)
         asked, chat = self._asked, self.request
-        turn = ResponseTurn(asked.previous_response_id, asked.instructions, asked.keep, self._ended)
+        check = partial(_check_outputs, asked.input)
+        turn = ResponseTurn(asked.previous_response_id, asked.instructions, asked.keep, check, self._ended)
         session = self._llm.session(self._id, cache_salt=chat.cache_salt or "", tenant=self._tenant)
         stream = await session.submit_chat(
             *(chat.for_template(), params, self._id),
@@ -153,6 +160,22 @@ class ResponseCall(ChatCall):
         )
 
 
+def _check_outputs(items: Iterable[Any], begun: SessionRecord) -> None:
+    """Raises `InvalidRequestError` for the output of a call that is neither among the items nor in the conversation
+    before them."""
+    calls = {item.call_id for item in items if isinstance(item, CallItem)}
+    calls.update(call["id"] for message in begun.messages or () for call in message.get("tool_calls", ()))
+    if begun.response is not None:  # beside a call that was cut, messages have none
+        calls.update(item["call_id"] for item in begun.response["body"]["output"] if item["type"] == "function_call")
+    unknown = next((item.call_id for item in items if isinstance(item, CallOutput) and item.call_id not in calls), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"no tool call found for function call output with call_id {shown(unknown)}; send its function_call as an "
+            f"item too, or name the response that has it in previous_response_id",
+            param="input",
+        )
+
+
 def no_response(response_id: str) -> ResponseNotFoundError:
     """Returns why something that has another name than responses have is none."""
     return ResponseNotFoundError(f"there is no response {response_id!r:.140}; name one by its id, {RESPONSE}...")
@@ -175,6 +198,25 @@ def response_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         model = served.name_for(body.model)
         call = ResponseCall(llm, body, model, request.state.tenant, served.adapter(model))
         return await respond(call, request, stream=bool(body.stream))
+
+    @routes.post("/input_tokens")
+    async def count(body: ResponseInput, request: Request) -> InputTokenCount:
+        """Counts the tokens that the prompt of a response would have. They need not fit `max_model_len`."""
+        served.name_for(body.model)
+        chat, tokenizer = body.chat, await llm.tokenizer()
+        tools = chat.tools_for_template()
+        if tools:
+            tokenizer.answers.check_tool_calls()
+        check, encode = partial(_check_outputs, body.input), partial(encode_conversation, tokenizer)
+        turn = ResponseTurn(body.previous_response_id, body.instructions, False, check, lambda _: {})
+        name, salt = f"{RESPONSE}{uuid.uuid4().hex}", chat.cache_salt or ""
+        session = llm.session(name, cache_salt=salt, tenant=request.state.tenant)
+        try:
+            options = options_for(tokenizer.answers, chat)
+            work = session.count_chat(chat.for_template(), turn, encode, tools=tools, **options)
+            return InputTokenCount(input_tokens=await until_disconnect(request.receive, work))
+        except PagemillError as error:
+            raise chat.in_own_words(error) from None
 
     @routes.get("/{response_id}", response_model=ResponseObject)
     async def retrieve(response_id: str, request: Request, cache_salt: str = "", stream: bool = False) -> Response:

@@ -137,6 +137,16 @@ def token_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
     return routes
 
 
+def encode_conversation(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the tokens of a conversation as the chat template has written it. Raises `InvalidRequestError` for one of
+    over `MAX_CHARACTERS`."""
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequestError(
+            f"the conversation has {len(text)} characters; give at most {MAX_CHARACTERS}", param="messages"
+        )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest, max_model_len: int) -> bytes:
     ids = body.token_ids(tokenizer)
     names = tokenizer.names_of(ids) if body.return_token_strs else None
