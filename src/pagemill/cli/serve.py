@@ -213,8 +213,7 @@ async def _serve(
         llm = AsyncLLM(model, on_progress=bar, **settings)
         try:
             await run_server(
-                *(llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host, traces),
-                on_listening=tell,
+                llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host, traces, on_listening=tell
             )
         finally:
             if traces is not None:
