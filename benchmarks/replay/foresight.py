@@ -6,7 +6,8 @@
 Step times are a roofline. "equal" requests have all these lengths, those "drawn" have log-normal ones with these means.
 Either the scheduler is told how long they become (ignore_eos), or each sets the output's length as its limit ("limit"),
 or all may get 2,048 tokens and end before ("unknown"). With host memory, what is preempted may come back from there
-over the device's own link; there is as much as the pool by default, as beside a GPU. "again" is the share of all computed tokens that were computed before.
+over the device's own link; there is as much as the pool by default, as beside a GPU. "again" is the share of all
+computed tokens that were computed before.
 """
 
 from __future__ import annotations
