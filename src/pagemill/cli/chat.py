@@ -6,11 +6,12 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagemill.cli.keys import keys_kept
 from pagemill.cli.options import ModelArgument, engine_options, refuse_settings, run, sampling_options
 from pagemill.cli.remote import ApiKey, Remote
 from pagemill.errors import (
@@ -68,15 +69,16 @@ def chat(
         check_name(session)
     if url is not None:
         refuse_settings(settings, url)
-        run(_talk_to_server(url, model, api_key, session, system, params))
-        return
-    if not model:
+        talk = _talk_to_server(url, model, api_key, session, system, params)
+    elif not model:
         raise ConfigError(
             "no model is named; give one, such as smollm2-135m, or --url of a server that has one", param="model"
         )
-    if session is not None:
-        settings = {"session_path": str(default_path()), "kv_disk_memory": "4GiB"} | settings
-    run(_talk_to_engine(model, session, system, settings, params))
+    else:
+        kept = {} if session is None else {"session_path": str(default_path()), "kv_disk_memory": "4GiB"}
+        talk = _talk_to_engine(model, session, system, kept | settings, params)
+    with keys_kept() if _has_person() else nullcontext():
+        run(talk)
 
 
 async def _talk_to_engine(
@@ -102,30 +104,28 @@ async def _talk(conversation: Conversation) -> None:
     """Takes turns until the user leaves."""
     from pagemill.cli.chat_commands import run_command
 
-    has_person = sys.stdin.isatty() and sys.stdout.isatty()
-    turns, screen = _terminal() if has_person else _pipe()
+    turns, screen = _terminal() if _has_person() else _pipe()
     failed = False
-    with screen.opened():
-        if conversation.name is not None:
-            screen.note(await conversation.resume())
-            screen.show_turns(conversation.messages)
-        if has_person:
-            screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
-        while (text := await turns.read()) is not None:
-            try:
-                if text.startswith("/"):
-                    said = await run_command(text.rstrip(), conversation)
-                    if said is None:
-                        break
-                    screen.note(said)
-                elif text.strip():
-                    await _answer(conversation, text.strip(), screen)
-            except PromptTooLongError as error:
-                screen.error(f"{error}; /reset forgets the conversation")
-                failed = True
-            except (InvalidRequestError, StepFailedError, RemoteServerError) as error:
-                screen.error(str(error))
-                failed = True
+    if conversation.name is not None:
+        screen.note(await conversation.resume())
+        screen.show_turns(conversation.messages)
+    if _has_person():
+        screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
+    while (text := await turns.read()) is not None:
+        try:
+            if text.startswith("/"):
+                said = await run_command(text.rstrip(), conversation)
+                if said is None:
+                    break
+                screen.note(said)
+            elif text.strip():
+                await _answer(conversation, text.strip(), screen)
+        except PromptTooLongError as error:
+            screen.error(f"{error}; /reset forgets the conversation")
+            failed = True
+        except (InvalidRequestError, StepFailedError, RemoteServerError) as error:
+            screen.error(str(error))
+            failed = True
     if failed and not sys.stdin.isatty():
         raise typer.Exit(FAILED)
 
@@ -151,6 +151,10 @@ async def _stopped_by_ctrl_c(conversation: Conversation) -> AsyncIterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+
+
+def _has_person() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _terminal() -> tuple[Turns, Screen]:
