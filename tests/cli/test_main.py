@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import pagemill
 from pagemill.cli import app
-from pagemill.cli.serve import require_free_port
+from pagemill.cli.serve_checks import require_free_port
 from pagemill.errors import ConfigError
 from pagemill.hub.registry import REGISTRY
 
