@@ -157,3 +157,24 @@ def test_a_closed_stdout_is_no_error():
     command = f"{shlex.quote(sys.executable)} -m pagemill --version >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "args"),
+    [
+        ("--out", ["calibrate", "no-such-model", "--out", "device.json"]),
+        ("--plot", ["plan", "no-such-model", "--device", "h100", "--plot", "plan.svg"]),
+        ("ARCHIVE", ["cache", "export", "no-such-store", "blocks"]),
+    ],
+)
+def test_where_no_file_can_be_written_nothing_is_begun(flag, args, tmp_path):
+    *before, name = args
+    (tmp_path / "file").touch()
+    (tmp_path / name).mkdir()
+    for path in (tmp_path / "file" / name, tmp_path / name):
+        refused = CliRunner().invoke(app.app, [*before, str(path)]).exception
+        assert isinstance(refused, ConfigError)
+        assert refused.message.startswith(f"{flag} is {str(path)!r}, where no file can be written: ")
+    missing = str(tmp_path / "folder" / name)
+    assert "no-such-" in str(CliRunner().invoke(app.app, [*before, missing]).exception)  # its folder is made
+    assert os.listdir(tmp_path / "folder") == []

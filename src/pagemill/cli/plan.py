@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from pagemill.cli.out_file import check_out_file
+
 
 def plan(
     model: Annotated[
@@ -107,6 +109,7 @@ def plan(
 
     if plot is not None:
         check_plot(plot)
+        check_out_file("--plot", plot)
     asked = Asked(
         model, device, dtype, workload, trace, rate, slo_ttft_p99, slo_tpot_p99,
         ranks=None if tensor_parallel_size is None else read_counts("tensor_parallel_size", tensor_parallel_size),
