@@ -13,6 +13,7 @@ from pagemill.cli.main import main
 from pagemill.planner.plot import SUFFIXES
 from pagemill.planner.workload import WORKLOADS
 from pagemill.server.logs.output import ServerLogs
+from pagemill.sessions.store import default_path
 from pagemill.simulate.roofline import DEVICES, ITEMSIZE, SHAPES, names_in
 
 
@@ -59,6 +60,12 @@ def test_help_names_the_values_of_flags():
         assert all(value in plan[flag] for value in values)
     for argument in arguments_of(ServerLogs).values():
         assert all(value in argument.description for value in argument.choices)
+
+
+@pytest.mark.parametrize("path", [("chat",), ("sessions", "ls"), ("sessions", "rm")])
+def test_help_names_the_file_of_sessions(path):
+    (said,) = (param.help for param in dict(EVERY)[path].params if "--session-path" in param.opts)
+    assert f"Default: {default_path().name} in pagemill's cache folder." in said
 
 
 def test_every_listing_is_also_json():

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +36,12 @@ FAILED = 1
 
 
 @sampling_options(temperature=0.7, top_p=0.9)
-@engine_options
+@partial(
+    engine_options,
+    session_path="File in which --session is kept. Default: sessions.sqlite in pagemill's cache folder.",
+    kv_disk_memory='Disk space for KV blocks, which are found again after a restart: bytes or "20GiB". Default with '
+    "--session: 4GiB.",
+)
 def chat(
     model: ModelArgument = "",
     url: Annotated[
@@ -56,8 +62,8 @@ def chat(
 ) -> None:
     """Talk to a model in the terminal.
 
-    With --session, the conversation's KV cache is kept on disk too (--kv-disk-memory, 4GiB unless given), so that going
-    on computes only what is new. The same command line goes on with it.
+    With --session, the conversation's KV cache is kept on disk too, so that going on computes only what is new. The
+    same command line goes on with it.
 
     With --url, any server with OpenAI's API is talked to; sessions are kept there, if it is pagemill.
 
