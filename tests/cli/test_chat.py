@@ -130,6 +130,7 @@ def test_what_is_typed_while_the_model_loads_is_sent_once_it_is_loaded(leave):
         (["--url", "http://x", "--block-size", "16"], "--block-size is a setting of an engine of its own"),
         ([], "error: no model is named"),
         (["--session", "a/b"], "error: the session name 'a/b'"),
+        ([MODEL, "--session-path", "x"], "error: session_path is 'x', and the conversation has no name"),
     ],
 )
 def test_an_error_is_one_line(args, words, capsys):

@@ -80,6 +80,12 @@ def chat(
         raise ConfigError(
             "no model is named; give one, such as smollm2-135m, or --url of a server that has one", param="model"
         )
+    elif session is None and "session_path" in settings:
+        raise ConfigError(
+            f"session_path is {settings['session_path']!r}, and the conversation has no name under which to keep it; "
+            f"give --session NAME too, or leave --session-path out",
+            param="session_path",
+        )
     else:
         kept = {} if session is None else {"session_path": str(default_path()), "kv_disk_memory": "4GiB"}
         talk = _talk_to_engine(model, session, system, kept | settings, params)
