@@ -99,7 +99,7 @@ def plan(
     """
     import gc
 
-    from rich.console import Console
+    from rich.console import Console, Group
 
     from pagemill.errors import ConfigError
     from pagemill.planner.plot import check_plot, draw
@@ -133,6 +133,6 @@ def plan(
     if as_json:
         sys.stdout.write(json.dumps(as_dict(found), indent=2, allow_nan=False) + "\n")
         return
-    Console(highlight=False).print(*table(found), sep="\n")
+    Console(highlight=False).print(Group(*table(found)), crop=False)
     if plot is not None:
         sys.stdout.write(f"wrote {plot}\n")
