@@ -88,6 +88,10 @@ def test_every_listing_is_also_json():
         (["serv"], "there is no command 'serv'; did you mean 'serve'? see pagemill --help"),
         (["top", "--url"], "option '--url' requires an argument; see pagemill top --help"),
         (["top", "--interval-s", "x"], "--interval-s is 'x'; it must be a valid number; see pagemill top --help"),
+        (
+            ["calibrate", "m", "--clock", "sun"],
+            "--clock is 'sun'; it must be one of 'wall', 'cpu'; see pagemill calibrate --help",
+        ),
         (["serve", "m", "--port", "-1"], "it must be greater than or equal to 0; see pagemill serve --help"),
         (["pull", "a", "b"], "see pagemill pull --help"),
         (["run", "m"], "there is no command 'run'; did you mean 'chat'? see pagemill --help"),
