@@ -178,3 +178,12 @@ def test_where_no_file_can_be_written_nothing_is_begun(flag, args, tmp_path):
     missing = str(tmp_path / "folder" / name)
     assert "no-such-" in str(CliRunner().invoke(app.app, [*before, missing]).exception)  # its folder is made
     assert os.listdir(tmp_path / "folder") == []
+
+
+@pytest.mark.parametrize("args", ["generate smollm2-135m -", "chat smollm2-135m"])
+def test_a_closed_stdin_is_an_error_in_one_line(args):
+    command = f"{shlex.quote(sys.executable)} -m pagemill {args} <&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: standard input is closed")
+    assert done.stderr.count("\n") == 1

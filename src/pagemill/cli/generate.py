@@ -48,11 +48,13 @@ def generate(
 
 def _with_standard_input(prompts: list[str]) -> list[str]:
     """Returns the prompts, with standard input for `-`, without the newline that ends it. Raises InvalidRequestError
-    where that is empty, no text, or asked for twice."""
+    where that is closed, empty, no text, or asked for twice."""
     if "-" not in prompts:
         return prompts
     if prompts.count("-") > 1:
         raise InvalidRequestError("- is given twice; standard input can be read once", param="prompts")
+    if sys.stdin is None:
+        raise InvalidRequestError("standard input is closed; leave it open, with a text to continue", param="prompts")
     try:
         read = sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
