@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import pagemill
 from pagemill.cli import app
 from pagemill.cli.serve_checks import require_free_port
-from pagemill.errors import ConfigError
+from pagemill.errors import ConfigError, PagemillError
 from pagemill.hub.registry import REGISTRY
 
 
@@ -178,6 +178,13 @@ def test_where_no_file_can_be_written_nothing_is_begun(flag, args, tmp_path):
     missing = str(tmp_path / "folder" / name)
     assert "no-such-" in str(CliRunner().invoke(app.app, [*before, missing]).exception)  # its folder is made
     assert os.listdir(tmp_path / "folder") == []
+
+
+@pytest.mark.parametrize(("command", "said"), [("pull", "there is no model ''"), ("serve", "model is ''; it must be")])
+def test_no_name_is_no_model(command, said):
+    refused = CliRunner().invoke(app.app, [command, ""]).exception
+    assert isinstance(refused, PagemillError)
+    assert refused.message.startswith(said)
 
 
 @pytest.mark.parametrize("args", ["generate smollm2-135m -", "chat smollm2-135m"])

@@ -151,9 +151,9 @@ def serve(
             f"--{name.replace('_', '-')} out",
             param=name,
         )
+    engine = config_for("pagemill serve", model, settings)
     names = served_model_name or [model]
     check_served_names(names)
-    engine = config_for("pagemill serve", model, settings)
     check_settings(engine, access, logs)
     tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
     require_free_port(host, 0 if show_config else port)  # a server with these settings may be running
