@@ -5,7 +5,9 @@ import json
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from pagemill.cli.app import app
 from pagemill.cli.bench import send
 from pagemill.cli.bench_report import Report
 from pagemill.cli.bench_server import Server
@@ -22,11 +24,12 @@ class Fake(httpx.AsyncBaseTransport):
 
     def __init__(self, *, tokenizes=True, knows_ignore_eos=True, broken=()):
         self.tokenizes, self.knows_ignore_eos, self.broken = tokenizes, knows_ignore_eos, broken
-        self.bodies = []
+        self.bodies, self.keys = [], set()
         self.open = self.most_open = 0
 
     async def handle_async_request(self, request):
         body = json.loads(request.content)
+        self.keys.add(request.headers.get("Authorization"))
         if request.url.path == "/tokenize":
             return httpx.Response(200 if self.tokenizes else 404, json={"tokens": [*range(len(body["prompt"]))]})
         assert request.url.path == "/v1/completions"
@@ -46,7 +49,7 @@ class Fake(httpx.AsyncBaseTransport):
 
 def measure(fake):
     async def run():
-        async with Server("http://there:8000/", "m", fake) as server:
+        async with Server("http://there:8000/", "m", None, fake) as server:
             prompts = await server.prompts(TEXT, WORKLOAD)
             await server.warm_up(prompts[0])
             samples = await send(prompts, WORKLOAD, lambda _, prompt: server.ask(prompt, WORKLOAD.output_len))
@@ -95,6 +98,19 @@ def test_requests_that_fail_are_counted_and_all_of_them_are_an_error():
 
 
 @pytest.mark.parametrize(
+    ("flags", "sent"),
+    [([], "Bearer of-environment"), (["--api-key", "of-flag"], "Bearer of-flag")],
+)
+def test_every_request_has_the_key(flags, sent, monkeypatch):
+    fake, made = Fake(), httpx.AsyncClient
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **given: made(**given | {"transport": fake}))
+    given = ["bench", "m", "--url", "http://there", "--num-prompts", "2", *flags]
+    result = CliRunner(env={"OPENAI_API_KEY": "of-environment"}).invoke(app, given)
+    assert result.exit_code == 0, result.exception
+    assert fake.keys == {sent}
+
+
+@pytest.mark.parametrize(
     ("url", "error", "words"),
     [
         ("http://127.0.0.1:9", BenchmarkError, "no server answers at http://127.0.0.1:9"),
@@ -103,7 +119,7 @@ def test_requests_that_fail_are_counted_and_all_of_them_are_an_error():
 )
 def test_what_is_no_server_is_refused(url, error, words):
     async def ask():
-        async with Server(url, "m") as server:
+        async with Server(url, "m", None) as server:
             await server.prompts(TEXT, WORKLOAD)
 
     with pytest.raises(error, match=words):

@@ -112,6 +112,16 @@ def test_a_conversation_with_an_own_engine():
         assert terminal.written.endswith(b"\n") or b"\r\n" in terminal.written[-40:]
 
 
+@pytest.mark.parametrize("leave", ["/exit\r", "\x04"])
+def test_what_is_typed_while_the_model_loads_is_sent_once_it_is_loaded(leave):
+    with Terminal("chat", MODEL, "--temperature", "0", "--max-tokens", "4", *SMALL) as terminal:
+        terminal.wait_for("loading")
+        terminal.type(f"Say hello to Ada.\r{leave}")
+        assert terminal.wait_for_end() == 0
+        assert terminal.text.count("Say hello to Ada.") == 1
+        assert "(cut short" in terminal.text.partition("> Say hello to Ada.\n")[2]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -120,6 +130,7 @@ def test_a_conversation_with_an_own_engine():
         (["--url", "http://x", "--block-size", "16"], "--block-size is a setting of an engine of its own"),
         ([], "error: no model is named"),
         (["--session", "a/b"], "error: the session name 'a/b'"),
+        ([MODEL, "--session-path", "x"], "error: session_path is 'x', and the conversation has no name"),
     ],
 )
 def test_an_error_is_one_line(args, words, capsys):

@@ -83,7 +83,12 @@ def test_generate_searches_with_beams():
     ("args", "words"),
     [
         (["generate", MODEL, "x", "--beam-width", "0"], "beam_width is 0"),
-        (["generate", MODEL, "x", "--beam-width", "2", "--top-k", "3"], "no sampling flag but max_tokens"),
+        (["generate", MODEL, "x", "--beam-width", "2", "--top-k", "3"], "top_k is 3, which has no meaning with"),
+        (["generate", MODEL, "x", "--beam-width", "2", "--stop", "."], "stop is ['.'], which has no meaning with"),
+        (
+            ["generate", MODEL, "x", "--beam-width", "2", "--temperature", "0.7"],
+            "temperature is 0.7; it must be 0 or 1",
+        ),
         (["generate", MODEL, "x", "--length-penalty", "2"], "give --beam-width"),
         (["generate", "no-such-model", "x"], "no-such-model"),
         (["generate", MODEL, "x", "--block-size", "17"], "block_size is 17"),

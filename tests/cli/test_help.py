@@ -13,6 +13,7 @@ from pagemill.cli.main import main
 from pagemill.planner.plot import SUFFIXES
 from pagemill.planner.workload import WORKLOADS
 from pagemill.server.logs.output import ServerLogs
+from pagemill.sessions.store import default_path
 from pagemill.simulate.roofline import DEVICES, ITEMSIZE, SHAPES, names_in
 
 
@@ -61,6 +62,12 @@ def test_help_names_the_values_of_flags():
         assert all(value in argument.description for value in argument.choices)
 
 
+@pytest.mark.parametrize("path", [("chat",), ("sessions", "ls"), ("sessions", "rm")])
+def test_help_names_the_file_of_sessions(path):
+    (said,) = (param.help for param in dict(EVERY)[path].params if "--session-path" in param.opts)
+    assert f"Default: {default_path().name} in pagemill's cache folder." in said
+
+
 def test_every_listing_is_also_json():
     listings = [command for path, command in EVERY if path[-1:] == ("ls",)]
     assert len(listings) == 3
@@ -81,6 +88,10 @@ def test_every_listing_is_also_json():
         (["serv"], "there is no command 'serv'; did you mean 'serve'? see pagemill --help"),
         (["top", "--url"], "option '--url' requires an argument; see pagemill top --help"),
         (["top", "--interval-s", "x"], "--interval-s is 'x'; it must be a valid number; see pagemill top --help"),
+        (
+            ["calibrate", "m", "--clock", "sun"],
+            "--clock is 'sun'; it must be one of 'wall', 'cpu'; see pagemill calibrate --help",
+        ),
         (["serve", "m", "--port", "-1"], "it must be greater than or equal to 0; see pagemill serve --help"),
         (["pull", "a", "b"], "see pagemill pull --help"),
         (["run", "m"], "there is no command 'run'; did you mean 'chat'? see pagemill --help"),

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import pagemill
 from pagemill.cli import app
-from pagemill.cli.serve import require_free_port
-from pagemill.errors import ConfigError
+from pagemill.cli.serve_checks import require_free_port
+from pagemill.errors import ConfigError, PagemillError
 from pagemill.hub.registry import REGISTRY
 
 
@@ -157,3 +157,40 @@ def test_a_closed_stdout_is_no_error():
     command = f"{shlex.quote(sys.executable)} -m pagemill --version >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "args"),
+    [
+        ("--out", ["calibrate", "no-such-model", "--out", "device.json"]),
+        ("--plot", ["plan", "no-such-model", "--device", "h100", "--plot", "plan.svg"]),
+        ("ARCHIVE", ["cache", "export", "no-such-store", "blocks"]),
+    ],
+)
+def test_where_no_file_can_be_written_nothing_is_begun(flag, args, tmp_path):
+    *before, name = args
+    (tmp_path / "file").touch()
+    (tmp_path / name).mkdir()
+    for path in (tmp_path / "file" / name, tmp_path / name):
+        refused = CliRunner().invoke(app.app, [*before, str(path)]).exception
+        assert isinstance(refused, ConfigError)
+        assert refused.message.startswith(f"{flag} is {str(path)!r}, where no file can be written: ")
+    missing = str(tmp_path / "folder" / name)
+    assert "no-such-" in str(CliRunner().invoke(app.app, [*before, missing]).exception)  # its folder is made
+    assert os.listdir(tmp_path / "folder") == []
+
+
+@pytest.mark.parametrize(("command", "said"), [("pull", "there is no model ''"), ("serve", "model is ''; it must be")])
+def test_no_name_is_no_model(command, said):
+    refused = CliRunner().invoke(app.app, [command, ""]).exception
+    assert isinstance(refused, PagemillError)
+    assert refused.message.startswith(said)
+
+
+@pytest.mark.parametrize("args", ["generate smollm2-135m -", "chat smollm2-135m"])
+def test_a_closed_stdin_is_an_error_in_one_line(args):
+    command = f"{shlex.quote(sys.executable)} -m pagemill {args} <&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: standard input is closed")
+    assert done.stderr.count("\n") == 1

@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import socket
+import sys
 
 import pytest
 import yaml
@@ -179,3 +181,45 @@ def test_a_file_that_is_not_there_is_named(show, tmp_path):
     shutil.copyfile("/bin/sh", tmp_path / "binary")
     with pytest.raises(ConfigError, match="cannot be read"):
         show(None, "m", "--config", str(tmp_path / "binary"))
+
+
+@pytest.mark.parametrize("shows", [True, False])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--host", "0.0.0.0"], "there is no API key; give one"),
+        (["--host", "192.0.2.1"], "choose another --host"),
+        (["--ssl-certfile", "nowhere.pem"], "the certificate 'nowhere.pem' with the key 'nowhere.pem' cannot be used"),
+        (
+            ["--chat-template", "nowhere.jinja"],
+            "chat_template is 'nowhere.jinja', which is no Jinja source",
+        ),
+        (["--pin-file", __file__], "cannot be read as pins"),
+        (["--kv-memory", "lots"], "kv_memory is 'lots'; it must be bytes"),
+        (["--replicas", "2"], "replicas needs Ray, which is not installed"),
+        (["--otlp-traces-endpoint", "http://x"], "otlp_traces_endpoint needs OpenTelemetry, which is not installed"),
+    ],
+)
+def test_what_a_start_refuses_is_shown_as_little(args, message, shows, monkeypatch):
+    for package in ("ray", "opentelemetry"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "pagemill.server.logs.traces", raising=False)
+    given = ["serve", "no-such-model", "--port", "0", *args, *["--show-config"] * shows]
+    refused = CliRunner(env={"PAGEMILL_API_KEY": ""}).invoke(app, given).exception
+    assert isinstance(refused, ConfigError)
+    assert message in refused.message
+
+
+def test_a_device_that_is_not_there_is_not_shown(show):
+    with pytest.raises(ConfigError, match="device is 'tpu'; it must be 'auto', 'cpu' or 'cuda'"):
+        show("model: m\ndevice: tpu")
+
+
+def test_settings_of_a_running_server_are_shown(show):
+    with socket.create_server(("127.0.0.1", 0)) as running:
+        port = running.getsockname()[1]
+        assert f"port: {port}  # command line\n" in show(None, "m", "--port", str(port))
+
+
+def test_a_chat_template_may_be_one_of_the_models_own(show):
+    assert 'chat-template: "tool_use"' in show("model: m\nchat-template: tool_use")

@@ -359,7 +359,8 @@ def test_bad_input_is_one_line(arguments, said, capsys, tmp_path):
     assert error.count("\n") == 1
 
 
-def test_the_command_tells_people_and_programs(capsys, tmp_path):
+def test_the_command_tells_people_and_programs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "60")  # narrower than the line that is to be pasted
     workload = tmp_path / "short.json"
     workload.write_text(json.dumps({"prompt": vars(SHORT.prompt), "output": vars(SHORT.output), "context": 512}))
     few = ["--requests", "60", "--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--tensor-parallel-size", "1"]
@@ -369,10 +370,10 @@ def test_the_command_tells_people_and_programs(capsys, tmp_path):
             main([*asked, *extra])
         assert not ended.value.code
         if not extra:
-            said = " ".join(capsys.readouterr().out.split())
-            assert "*modelled* by a roofline: Llama 3 8B in bfloat16 on NVIDIA L4 24 GB" in said
+            said = capsys.readouterr().out
+            assert "*modelled* by a roofline: Llama 3 8B in bfloat16 on NVIDIA L4 24 GB" in " ".join(said.split())
             assert re.search(
-                r"Serve it with \d+ x --dtype bfloat16 --max-num-seqs 64 .* per million output tokens", said
+                r"^Serve it with \d+ x --dtype bfloat16 --max-num-seqs 64 .* per million output tokens$", said, re.M
             )
         elif extra[0] == "--json":
             found = json.loads(capsys.readouterr().out)
@@ -447,7 +448,7 @@ def test_what_a_plan_says_to_serve_with_is_of_all_ranks():
     choices = replace(ONE, ranks=(2,), kv_host_memory=(4 << 30,))
     plan = plan_of(device="h100", choices=choices)
     roofline = plan.options[0].size.roofline
-    head = str(table(plan)[0])
+    head = str(table(plan)[1])
     assert f"--kv-memory {2 * roofline.kv_bytes / 2**30:.1f}GiB" in head
     assert "--kv-host-memory 8GiB" in head
 

@@ -169,6 +169,23 @@ def test_template_that_refuses_is_the_callers_error(real):
 
 
 @pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": None}, r"messages\[1\] of role 'user' has no content; give it one"),
+        ({"role": "assistant"}, r"messages\[1\] of role 'assistant' has no content; .* may have tool_calls instead"),
+        ({"role": None, "content": "Hello"}, r"messages\[1\] has no role; give it one"),
+        ("Hello", r"messages\[1\] is of type str; it must be a dict"),
+    ],
+)
+def test_a_message_that_says_nothing_is_named(real, message, said):
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        real.apply_chat_template([*MESSAGES[0], message])
+    assert caught.value.param == "messages"
+    no_text = [*MESSAGES[0], {"role": "assistant", "thinking": "hm"}]
+    assert real.apply_chat_template(no_text, chat_template="{{ messages[1].thinking }}") == "hm"
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "{{ messages.__class__.__mro__ }}",

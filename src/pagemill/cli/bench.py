@@ -16,6 +16,7 @@ import typer
 from pagemill.cli.bench_report import EngineFigures, Report, Sample
 from pagemill.cli.bench_workload import Workload, make_prompts, read_text
 from pagemill.cli.options import ModelArgument, engine_options, refuse_settings, run
+from pagemill.cli.remote import ApiKey
 from pagemill.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def bench(
             help="Measure the server at this URL, which serves a model under the name MODEL, not an engine of its own.",
         ),
     ] = None,
+    api_key: ApiKey = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Requests in all.")] = 32,
     input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens of each prompt of its own.")] = 128,
     output_len: Annotated[int, typer.Option("--output-len", min=1, help="Tokens of each answer.")] = 64,
@@ -52,17 +54,17 @@ def bench(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Measure throughput and latency on a workload. --seed also chooses the prompts; answers are greedy.
-
-    With --url, a server's API key is taken from OPENAI_API_KEY.
-    """
+    """Measure throughput and latency on a workload. --seed also chooses the prompts; answers are greedy."""
     if url is not None:
         refuse_settings({name: value for name, value in settings.items() if name != "seed"}, url)
     workload = Workload(
         num_prompts, input_len, output_len, prefix_len, request_rate, max_concurrency, settings.get("seed", 0)
     )
     corpus = read_text(text)
-    report = run(_bench(model, workload, corpus, settings) if url is None else _bench_url(url, model, workload, corpus))
+    if url is None:
+        report = run(_bench(model, workload, corpus, settings))
+    else:
+        report = run(_bench_url(url, model, api_key, workload, corpus))
     if as_json:
         sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n")
     else:
@@ -90,10 +92,10 @@ async def _bench(model: str, workload: Workload, corpus: str, settings: dict[str
         return Report.of(workload, samples, duration, (await llm.ready()).description, engine=figures)
 
 
-async def _bench_url(url: str, model: str, workload: Workload, corpus: str) -> Report:
+async def _bench_url(url: str, model: str, api_key: str | None, workload: Workload, corpus: str) -> Report:
     from pagemill.cli.bench_server import Server
 
-    async with Server(url, model) as server:
+    async with Server(url, model, api_key) as server:
         prompts = await server.prompts(corpus, workload)
         await server.warm_up(prompts[0])
         started = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -27,18 +26,19 @@ class Server:
     notes: what a reader of the figures must know.
     """
 
-    def __init__(self, url: str, model: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, url: str, model: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         """transport: None for the network. Raises ConfigError for what is no address."""
         self.notes: list[str] = []
         self._model = model
         self._url = url
         base = url.rstrip("/")
         self._base = base if base.endswith("/v1") else f"{base}/v1"
-        key = os.environ.get("OPENAI_API_KEY")
         try:
             self._http = httpx.AsyncClient(
                 base_url=self._base,
-                headers={} if key is None else {"Authorization": f"Bearer {key}"},
+                headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
                 timeout=httpx.Timeout(60, read=None),
                 limits=httpx.Limits(max_connections=None),
                 transport=transport,

@@ -18,6 +18,7 @@ from rich.table import Table
 from pagemill.cli.app import command_group
 from pagemill.cli.help import HelpInSections
 from pagemill.cli.listing import AsJson, print_listing
+from pagemill.cli.out_file import check_out_file
 from pagemill.cli.wording import ago, counted, printable
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import store_archive
@@ -112,6 +113,7 @@ def export_(
     it, as the store: who reads blocks can tell prompts from them."""
     if (pin_file is None) != (tokenizer is None):
         raise typer.BadParameter("--pin-file and --tokenizer go together: one names prefixes, the other reads them")
+    check_out_file("ARCHIVE", archive)
     partial = archive.with_name(archive.name + ".partial")
     with closing(store_archive.open_store(root or default_root(), store)) as opened:
         chosen = None if pin_file is None or tokenizer is None else _blocks_of(pin_file, opened, tokenizer)

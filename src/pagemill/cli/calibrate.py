@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from pagemill.cli.options import ModelArgument, engine_options
+from pagemill.cli.out_file import check_out_file
 
 
 @engine_options
@@ -39,7 +40,8 @@ def calibrate(
     from pagemill.planner.calibration import calibrate as measure
 
     if out.suffix != ".json":
-        raise ConfigError(f"out is {str(out)!r}; its name must end in .json, or pagemill plan would not read it")
+        raise ConfigError(f"--out is {str(out)!r}; its name must end in .json, or pagemill plan would not read it")
+    check_out_file("--out", out)
     messages = Console(stderr=True, highlight=False)
     config = config_for("pagemill calibrate", model, settings)
     kept = out.with_name(f".{out.name}.steps")

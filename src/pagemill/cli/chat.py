@@ -6,11 +6,13 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagemill.cli.keys import keys_kept
 from pagemill.cli.options import ModelArgument, engine_options, refuse_settings, run, sampling_options
 from pagemill.cli.remote import ApiKey, Remote
 from pagemill.errors import (
@@ -34,7 +36,12 @@ FAILED = 1
 
 
 @sampling_options(temperature=0.7, top_p=0.9)
-@engine_options
+@partial(
+    engine_options,
+    session_path="File in which --session is kept. Default: sessions.sqlite in pagemill's cache folder.",
+    kv_disk_memory='Disk space for KV blocks, which are found again after a restart: bytes or "20GiB". Default with '
+    "--session: 4GiB.",
+)
 def chat(
     model: ModelArgument = "",
     url: Annotated[
@@ -55,8 +62,8 @@ def chat(
 ) -> None:
     """Talk to a model in the terminal.
 
-    With --session, the conversation's KV cache is kept on disk too (--kv-disk-memory, 4GiB unless given), so that going
-    on computes only what is new. The same command line goes on with it.
+    With --session, the conversation's KV cache is kept on disk too, so that going on computes only what is new. The
+    same command line goes on with it.
 
     With --url, any server with OpenAI's API is talked to; sessions are kept there, if it is pagemill.
 
@@ -68,15 +75,22 @@ def chat(
         check_name(session)
     if url is not None:
         refuse_settings(settings, url)
-        run(_talk_to_server(url, model, api_key, session, system, params))
-        return
-    if not model:
+        talk = _talk_to_server(url, model, api_key, session, system, params)
+    elif not model:
         raise ConfigError(
             "no model is named; give one, such as smollm2-135m, or --url of a server that has one", param="model"
         )
-    if session is not None:
-        settings = {"session_path": str(default_path()), "kv_disk_memory": "4GiB"} | settings
-    run(_talk_to_engine(model, session, system, settings, params))
+    elif session is None and "session_path" in settings:
+        raise ConfigError(
+            f"session_path is {settings['session_path']!r}, and the conversation has no name under which to keep it; "
+            f"give --session NAME too, or leave --session-path out",
+            param="session_path",
+        )
+    else:
+        kept = {} if session is None else {"session_path": str(default_path()), "kv_disk_memory": "4GiB"}
+        talk = _talk_to_engine(model, session, system, kept | settings, params)
+    with keys_kept() if _has_person() else nullcontext():
+        run(talk)
 
 
 async def _talk_to_engine(
@@ -102,30 +116,28 @@ async def _talk(conversation: Conversation) -> None:
     """Takes turns until the user leaves."""
     from pagemill.cli.chat_commands import run_command
 
-    has_person = sys.stdin.isatty() and sys.stdout.isatty()
-    turns, screen = _terminal() if has_person else _pipe()
+    turns, screen = _terminal() if _has_person() else _pipe()
     failed = False
-    with screen.opened():
-        if conversation.name is not None:
-            screen.note(await conversation.resume())
-            screen.show_turns(conversation.messages)
-        if has_person:
-            screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
-        while (text := await turns.read()) is not None:
-            try:
-                if text.startswith("/"):
-                    said = await run_command(text.rstrip(), conversation)
-                    if said is None:
-                        break
-                    screen.note(said)
-                elif text.strip():
-                    await _answer(conversation, text.strip(), screen)
-            except PromptTooLongError as error:
-                screen.error(f"{error}; /reset forgets the conversation")
-                failed = True
-            except (InvalidRequestError, StepFailedError, RemoteServerError) as error:
-                screen.error(str(error))
-                failed = True
+    if conversation.name is not None:
+        screen.note(await conversation.resume())
+        screen.show_turns(conversation.messages)
+    if _has_person():
+        screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
+    while (text := await turns.read()) is not None:
+        try:
+            if text.startswith("/"):
+                said = await run_command(text.rstrip(), conversation)
+                if said is None:
+                    break
+                screen.note(said)
+            elif text.strip():
+                await _answer(conversation, text.strip(), screen)
+        except PromptTooLongError as error:
+            screen.error(f"{error}; /reset forgets the conversation")
+            failed = True
+        except (InvalidRequestError, StepFailedError, RemoteServerError) as error:
+            screen.error(str(error))
+            failed = True
     if failed and not sys.stdin.isatty():
         raise typer.Exit(FAILED)
 
@@ -151,6 +163,10 @@ async def _stopped_by_ctrl_c(conversation: Conversation) -> AsyncIterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+
+
+def _has_person() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _terminal() -> tuple[Turns, Screen]:

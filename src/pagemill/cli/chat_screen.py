@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import termios
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -26,10 +25,6 @@ class Screen(ABC):
 
     def __init__(self) -> None:
         self._messages = Console(stderr=True, highlight=False, markup=False)
-
-    @abstractmethod
-    def opened(self) -> AbstractContextManager[None]:
-        """Makes the screen ready for a conversation, until its end."""
 
     @contextmanager
     @abstractmethod
@@ -52,9 +47,6 @@ class Screen(ABC):
 
 class PlainScreen(Screen):
     """Writes answers as they are; reasoning goes to stderr."""
-
-    def opened(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     @contextmanager
     def answer(self) -> Iterator[Screen]:
@@ -87,9 +79,6 @@ class TerminalScreen(Screen):
         self._console = Console(highlight=False)
         self._stream: MarkdownStream | None = None
 
-    def opened(self) -> AbstractContextManager[None]:
-        return _keys_kept()
-
     @contextmanager
     def answer(self) -> Iterator[Screen]:
         with MarkdownStream(self._console) as self._stream:
@@ -111,19 +100,3 @@ class TerminalScreen(Screen):
                 self.note(f"system: {text}")
             else:
                 self._console.print(Markdown(text, hyperlinks=False))
-
-
-@contextmanager
-def _keys_kept() -> Iterator[None]:
-    """Keeps what is typed between two prompts out of the answer; the next prompt has it, Enter as Enter, Ctrl-D as
-    Ctrl-D."""
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-    quiet = [*before]
-    quiet[0] &= ~termios.ICRNL
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)

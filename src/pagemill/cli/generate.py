@@ -8,9 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from pagemill.cli.options import ModelArgument, engine_options, run, sampling_options
-from pagemill.errors import InvalidRequestError, SamplingParamsError
+from pagemill.arguments import arguments_of
+from pagemill.cli.options import SAMPLING_FLAGS, ModelArgument, engine_options, run, sampling_options
+from pagemill.errors import InvalidRequestError, SamplingParamsError, shown
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
+
+PLAIN = SamplingParams()
+"""What flags that are not given stand for."""
 
 
 @sampling_options(temperature=0.0, max_tokens=128)
@@ -44,11 +48,13 @@ def generate(
 
 def _with_standard_input(prompts: list[str]) -> list[str]:
     """Returns the prompts, with standard input for `-`, without the newline that ends it. Raises InvalidRequestError
-    where that is empty, no text, or asked for twice."""
+    where that is closed, empty, no text, or asked for twice."""
     if "-" not in prompts:
         return prompts
     if prompts.count("-") > 1:
         raise InvalidRequestError("- is given twice; standard input can be read once", param="prompts")
+    if sys.stdin is None:
+        raise InvalidRequestError("standard input is closed; leave it open, with a text to continue", param="prompts")
     try:
         read = sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -60,10 +66,11 @@ def _with_standard_input(prompts: list[str]) -> list[str]:
 
 def _search_params(params: SamplingParams, beam_width: int, length_penalty: float | None) -> BeamSearchParams:
     assert params.max_tokens is not None
-    if params != SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens):
-        raise SamplingParamsError(
-            "a search with beam_width takes no sampling flag but max_tokens; leave the others out", param="beam_width"
-        )
+    for name in SAMPLING_FLAGS:
+        if name not in arguments_of(BeamSearchParams) and (value := getattr(params, name)) != getattr(PLAIN, name):
+            raise SamplingParamsError(
+                f"{name} is {shown(value)}, which has no meaning with beam_width; leave one of them out", param=name
+            )
     penalty = 1.0 if length_penalty is None else length_penalty
     return BeamSearchParams(beam_width, params.max_tokens, temperature=params.temperature, length_penalty=penalty)
 

@@ -51,10 +51,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         raise typer.Exit(130) from None
 
 
-def engine_options(command: Command) -> Command:
+def engine_options(command: Command, **described: str) -> Command:
     """Gives a command a flag per engine setting; what was given arrives as the dict `settings`.
 
-    vLLM's flags that leave no choice here are taken too, but not shown.
+    vLLM's flags that leave no choice here are taken too, but not shown. described: what help says of settings that mean
+    something else in this command.
     """
 
     def collect(given: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +68,11 @@ def engine_options(command: Command) -> Command:
             given["lora_modules"] = _paths_by_name("lora_modules", given["lora_modules"])
         return given
 
-    declared = {name: argument for name, argument in arguments_of(EngineConfig).items() if name != "model"}
+    declared = {
+        name: argument._replace(description=described.get(name, argument.description))
+        for name, argument in arguments_of(EngineConfig).items()
+        if name != "model"
+    }
     return _with_options(command, "settings", declared, "Engine", collect, OF_ENGINES)
 
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from pagemill.cli.out_file import check_out_file
+
 
 def plan(
     model: Annotated[
@@ -97,7 +99,7 @@ def plan(
     """
     import gc
 
-    from rich.console import Console
+    from rich.console import Console, Group
 
     from pagemill.errors import ConfigError
     from pagemill.planner.plot import check_plot, draw
@@ -107,6 +109,7 @@ def plan(
 
     if plot is not None:
         check_plot(plot)
+        check_out_file("--plot", plot)
     asked = Asked(
         model, device, dtype, workload, trace, rate, slo_ttft_p99, slo_tpot_p99,
         ranks=None if tensor_parallel_size is None else read_counts("tensor_parallel_size", tensor_parallel_size),
@@ -130,6 +133,6 @@ def plan(
     if as_json:
         sys.stdout.write(json.dumps(as_dict(found), indent=2, allow_nan=False) + "\n")
         return
-    Console(highlight=False).print(*table(found), sep="\n")
+    Console(highlight=False).print(Group(*table(found)), crop=False)
     if plot is not None:
         sys.stdout.write(f"wrote {plot}\n")

@@ -28,7 +28,7 @@ def pull(
 
     The name is then accepted wherever a model's path is. A model that is here already is verified, not fetched again.
     """
-    if Path(os.path.expanduser(model)).exists():
+    if model and Path(os.path.expanduser(model)).exists():
         sys.stdout.write(f"{model} is a path on this machine: nothing to fetch\n")
         return
     pulled = pull_model(model)

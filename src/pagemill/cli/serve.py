@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import socket
@@ -23,13 +22,13 @@ from pagemill.cli.options import (
     run,
     server_options,
 )
+from pagemill.cli.serve_checks import check_device, check_settings, require_free_port
 from pagemill.cli.serve_replicas import plan_for, serve_plan
 from pagemill.cli.setting_sources import take_settings
 from pagemill.cli.show_config import lines_of
 from pagemill.config import EngineConfig, config_for
 from pagemill.errors import ConfigError
 from pagemill.frontend.supervisor import RestartLimits
-from pagemill.kvcache.sizing import check_sizes
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.logs.output import AUDIT, ServerLogs, fields, logging_to
@@ -39,6 +38,7 @@ from pagemill.tenant_limits import TenantsFile, read_tenants_file
 if TYPE_CHECKING:
     from pagemill.engine.messages import EngineReady
     from pagemill.server.logs.traces import Traces
+    from pagemill.server.routes.pins import FilePin
 
 
 LOGGER = logging.getLogger(__name__)
@@ -133,6 +133,7 @@ def serve(
 ) -> None:
     """Serve a model through OpenAI's API."""
     from pagemill.server.routes.models import check_served_names
+    from pagemill.server.routes.pins import read_pins
 
     if pin_file is not None and not pin_file.is_file():
         raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
@@ -150,28 +151,31 @@ def serve(
             f"--{name.replace('_', '-')} out",
             param=name,
         )
+    engine = config_for("pagemill serve", model, settings)
     names = served_model_name or [model]
     check_served_names(names)
-    if show_config:
-        check_sizes(config_for("pagemill serve", model, settings))
-        typer.echo("\n".join(lines_of(context, DEFAULTS)))
-        return
+    check_settings(engine, access, logs)
     tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
-    require_free_port(host, port)
+    require_free_port(host, 0 if show_config else port)  # a server with these settings may be running
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     access.check_address(str(address[0]), tenants)
-    access.certificate()  # before a model is loaded for nothing
+    pins = [] if pin_file is None else read_pins(pin_file)
+    plan = None
     if replicas is not None:
         port = port or free_port(host)
         who: dict[str, Any] = {"tenants": tenants, "limits": limits, "access": access, "logs": logs}
         who["restarts"] = RestartLimits(**restarts)
         engines = {name: value for name, value in settings.items() if name != "tenants"}
-        plan = plan_for(replicas, model, names, (host, port), engines, pin_file, **fleet, **who)
+        plan = plan_for(replicas, model, names, (host, port), engines, pins, **fleet, **who)
+    if show_config:
+        check_device(engine.device)
+        typer.echo("\n".join(lines_of(context, DEFAULTS)))
+    elif plan is not None:
         scheme = "http" if access.ssl_certfile is None else "https"
         serve_plan(plan, url_of(scheme, str(address[0]), port, here=True))
-        return
-    with socket.create_server((host, port), family=family) as sock, logging_to(sys.stderr, logs):
-        run(_serve(model, names, sock, host, {**settings, **restarts}, pin_file, tenants, limits, access, logs))
+    else:
+        with socket.create_server((host, port), family=family) as sock, logging_to(sys.stderr, logs):
+            run(_serve(model, names, sock, host, {**settings, **restarts}, pins, tenants, limits, access, logs))
 
 
 async def _serve(
@@ -180,7 +184,7 @@ async def _serve(
     sock: socket.socket,
     host: str,
     settings: dict[str, Any],
-    pin_file: Path | None,
+    pins: list[FilePin],
     tenants: TenantsFile | None,
     limits: ServerLimits,
     access: ServerAccess,
@@ -188,10 +192,8 @@ async def _serve(
 ) -> None:
     from pagemill.cli.loading import LoadingBar, invite
     from pagemill.frontend.async_llm import AsyncLLM
-    from pagemill.server.routes.pins import read_pins
     from pagemill.server.run import run_server
 
-    pins = [] if pin_file is None else read_pins(pin_file)
     traces = None if logs.otlp_traces_endpoint is None else _traces_to(logs.otlp_traces_endpoint)
 
     scheme = "http" if access.ssl_certfile is None else "https"
@@ -221,15 +223,9 @@ async def _serve(
 
 
 def _traces_to(endpoint: str) -> Traces:
-    """Returns what sends spans to a collector. Raises ConfigError where OpenTelemetry is not installed."""
-    try:
-        from pagemill.server.logs.traces import Traces, provider_for
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"otlp_traces_endpoint needs OpenTelemetry, which is not installed ({error}); "
-            f"pip install 'pagemill[otel]', or leave it out",
-            param="otlp_traces_endpoint",
-        ) from error
+    """Returns what sends spans to a collector."""
+    from pagemill.server.logs.traces import Traces, provider_for
+
     return Traces(provider_for(endpoint))
 
 
@@ -245,31 +241,3 @@ def free_port(host: str) -> int:
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family) as sock:
         return int(sock.getsockname()[1])
-
-
-def require_free_port(host: str, port: int) -> None:
-    """Raises `ConfigError`, before a model is loaded for nothing, if a server cannot listen on `host`:`port`. It names
-    a free port nearby."""
-    reason = _why_not(host, port)
-    if reason is None:
-        return
-    if reason.errno == errno.EADDRINUSE:
-        free = next((p for p in range(port + 1, min(port + 100, 65536)) if _why_not(host, p) is None), None)
-        way_out = f"; stop what listens there, or take another: --port {free}" if free else "; stop what listens there"
-        raise ConfigError(f"port {port} on {host} is in use{way_out}", param="port")
-    if reason.errno == errno.EACCES:
-        raise ConfigError(f"port {port} on {host} needs more rights than you have; take one above 1023", param="port")
-    raise ConfigError(f"cannot listen on {host}:{port} ({reason}); choose another --host or --port", param="host")
-
-
-def _why_not(host: str, port: int) -> OSError | None:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As servers do: a port whose last connections are still closing is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        return error
-    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagemill.errors import ConfigError
@@ -13,6 +12,7 @@ from pagemill.server.logs.output import fields, logging_to
 
 if TYPE_CHECKING:
     from pagemill.distributed.plan import FleetPlan
+    from pagemill.server.routes.pins import FilePin
 
 SHARE_OF_MEMORY = 0.4
 """Share of free memory that the KV pools of all replicas take together where nothing says how much."""
@@ -21,9 +21,9 @@ SIZES = ("kv_memory", "kv_cache_memory_bytes", "gpu_memory_utilization")
 
 def plan_for(
     replicas: int, model: str, names: list[str], address: tuple[str, int], settings: dict[str, Any],
-    pin_file: Path | None, **others: Any,
+    pins: list[FilePin], **others: Any,
 ) -> FleetPlan:  # fmt: skip
-    """Returns the plan of a fleet that shares this machine. Raises `ConfigError` and `ModelNotFoundError`.
+    """Returns the plan of a fleet that shares this machine. Raises `ConfigError`.
 
     settings: of each engine; cores and memory are divided where they say nothing of them.
     """
@@ -33,7 +33,6 @@ def plan_for(
             param="replicas",
         )
     from pagemill.distributed.plan import FleetPlan
-    from pagemill.server.routes.pins import read_pins
 
     shared: dict[str, Any] = {"num_threads": max(1, usable_cores() // replicas)}
     if not any(size in settings for size in SIZES):
@@ -44,7 +43,7 @@ def plan_for(
         settings={**shared, **settings},
         replicas=replicas,
         address=address,
-        pins=[] if pin_file is None else read_pins(pin_file),
+        pins=pins,
         engine_resources={"num_cpus": 0},
         **others,
     )
@@ -53,14 +52,17 @@ def plan_for(
             "otlp_traces_endpoint is not known to a fleet; leave it out, or serve one engine without --replicas",
             param="otlp_traces_endpoint",
         )
-    plan.engine_config()
+    plan.check()
     return plan
 
 
 def serve_plan(plan: FleetPlan, url: str) -> None:
-    """Serves a fleet until it is told to stop. url: its address here. Raises `EngineDeadError`."""
+    """Serves a fleet until it is told to stop. url: its address here. Raises `ModelNotFoundError` and
+    `EngineDeadError`."""
     from pagemill.cli.loading import invite, messages
     from pagemill.distributed.local import LOGGER, serve_fleet
+
+    plan.engine_config()  # the model is fetched once, before the replicas load it
 
     def ready(description: str) -> None:
         about = f"{plan.replicas} replicas, each {description}"

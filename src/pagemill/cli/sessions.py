@@ -21,7 +21,8 @@ from pagemill.tenant_limits import DEFAULT_TENANT
 
 sessions = command_group("List and delete the conversations that are kept in a file.")
 SessionPath = Annotated[
-    Path | None, typer.Option("--session-path", help="File of the sessions. Default: that of pagemill chat.")
+    Path | None,
+    typer.Option("--session-path", help="File of the sessions. Default: sessions.sqlite in pagemill's cache folder."),
 ]
 
 

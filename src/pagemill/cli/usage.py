@@ -33,7 +33,8 @@ def _what_is_wrong(error: Any, given: Sequence[str]) -> str:
         return _no_flag(flag if flag.startswith("--") else _whole(flag, given), error.ctx)
     if param and hasattr(error.__cause__, "errors"):  # pydantic's, which converts values for typer
         wrong = error.__cause__.errors()[0]
-        must = wrong["msg"].partition(",")[0].removeprefix("Input should be ")
+        choice = re.search(r" is not (one of .*)\.$", wrong["msg"])
+        must = choice[1] if choice else wrong["msg"].partition(",")[0].removeprefix("Input should be ")
         return f"{param.opts[0]} is {wrong['input']!r}; it must be {must}"
     if param is not None and param.name == "model" and error.format_message().startswith("Missing argument"):
         return f"no model is named; to begin with, a small one: {error.ctx.command_path} {FIRST_MODEL}"

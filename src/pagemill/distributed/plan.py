@@ -101,8 +101,13 @@ class FleetPlan:
 
     def engine_config(self) -> EngineConfig:
         """Returns the settings of a replica's engine. Raises `ConfigError` and `ModelNotFoundError`."""
-        config = config_for("a replica", self.model, self.all_settings())
+        config = self.check()
         config.model = str(resolve_model(self.model))
+        return config
+
+    def check(self) -> EngineConfig:
+        """Returns the settings of a replica's engine, with the model as it is named. Raises `ConfigError`."""
+        config = config_for("a replica", self.model, self.all_settings())
         if self.prefill_replicas and (wrong := _why_no_block_can_be_had(config)) is not None:
             raise ConfigError(
                 f"prefill_replicas is {self.prefill_replicas}, but {wrong}, so the others would compute each prompt "

@@ -9,9 +9,9 @@ from pagemill.machine import usable_memory
 
 _UNITS = {
     "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50,
 }  # fmt: skip
 _DEFAULT_SHARE = 0.4
 _DEFAULT_UTILIZATION = 0.9

@@ -12,11 +12,9 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError, before anything is simulated, if a plot cannot be written to this path."""
+    """Raises ConfigError, before anything is simulated, for a plot of no known form, and without matplotlib."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"plot is {str(path)!r}; its name must end in {', '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"plot is {str(path)!r}, and there is no folder {path.absolute().parent}; make it first")
     _pyplot()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
+from rich.text import Text
 
 from pagemill.planner.replica import Trial
 from pagemill.planner.search import Option, Plan
@@ -18,16 +19,26 @@ COLUMNS = ("size", "req/s", "up to", "TTFT", "p99", "TPOT", "p99", "pool", "rows
 milliseconds; the share of the pool that is held then, and the rows that run; what all replicas cost."""
 
 
-def table(plan: Plan) -> list[Table | str]:
+def table(plan: Plan) -> list[Table | Text | str]:
     """Returns what is printed of a plan with options, one below the other."""
     refused = [f"tensor parallel {ranks}: {why}" for ranks, why in plan.refused.items()]
-    return [_head(plan), _options(plan), *_binding(plan), *refused]
+    return [_load(plan), _flags(plan), _options(plan), *_binding(plan), *refused]
 
 
-def _head(plan: Plan) -> str:
+def _load(plan: Plan) -> str:
+    best = plan.options[0]
+    output, everything = best.at_share.output_len, best.at_share.length
+    return (
+        f"{best.size.roofline.description}\n"
+        f"{plan.load.rate:.3g} requests/s, {everything - output:.0f} tokens in and {output:.0f} out in the mean; "
+        f"limits: {plan.limits}"
+    )
+
+
+def _flags(plan: Plan) -> Text:
+    """Returns with what to serve the best option, in one line however narrow the terminal, so that it can be pasted."""
     best = plan.options[0]
     roofline, settings = best.size.roofline, best.size.settings
-    output, everything = best.at_share.output_len, best.at_share.length
     cost = "" if best.cost_output is None else f", ${best.cost_output:.2f} per million output tokens"
     memory, host_memory = (size * settings.ranks / 2**30 for size in (roofline.kv_bytes, settings.kv_host_memory))
     none = "" if roofline.device.link_bytes_per_s is None else " --kv-host-memory 0"  # which is not the default there
@@ -36,13 +47,12 @@ def _head(plan: Plan) -> str:
     parallel = f" --tensor-parallel-size {settings.ranks}" if settings.ranks > 1 else ""
     weights = {"int8": " --quantization int8", "float8": ""}.get(roofline.dtype, f" --dtype {roofline.dtype}")
     modelled = _modelled_only(roofline)
-    return (
-        f"{roofline.description}\n"
-        f"{plan.load.rate:.3g} requests/s, {everything - output:.0f} tokens in and {output:.0f} out in the mean; "
-        f"limits: {plan.limits}\n"
+    return Text(
         f"Serve it with {best.replicas} x{parallel}{weights} --max-num-seqs {settings.max_num_seqs} "
         f"--max-num-batched-tokens {settings.max_num_batched_tokens} --kv-memory {memory:.1f}GiB"
-        f"{kv}{host}{cost}{modelled}\n"
+        f"{kv}{host}{cost}{modelled}\n",
+        no_wrap=True,
+        overflow="ignore",
     )
 
 

@@ -64,7 +64,7 @@ class ChatTemplate:
         that are given.
         """
         check_messages(messages)
-        conversation = [_message(message) for message in messages]
+        conversation = [_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
         if not self._dialect.takes_calls and any("tool_calls" in message for message in conversation):
             raise InvalidRequestError(
                 f"a message has tool_calls, but the chat template of {self._owner} has no place for them; leave them "
@@ -131,14 +131,27 @@ def check_messages(messages: object) -> None:
         )
 
 
-def _message(message: object) -> dict[str, Any]:
+def without_content(which: str) -> InvalidRequestError:
+    """Returns what a message that says nothing is refused with. which: how the refusal names it."""
+    return InvalidRequestError(
+        f"{which} has no content; give it one (an assistant's may have tool_calls instead)", param="messages"
+    )
+
+
+def _message(which: str, message: object) -> dict[str, Any]:
     """Returns a message as plain data, without keys whose value is None: templates test for a missing key."""
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
-            f"a message is of type {type(message).__name__}; it must be a dict with a role and a content",
+            f"{which} is of type {type(message).__name__}; it must be a dict with a role and a content",
             param="messages",
         )
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
+    if "role" not in plain:
+        raise InvalidRequestError(
+            f"{which} has no role; give it one that the model knows, such as user", param="messages"
+        )
+    if not plain.keys() & {"content", "tool_calls", *_REASONING_KEYS}:
+        raise without_content(f"{which} of role {shown(plain['role'])}")
     if isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = with_arguments_as_objects(plain["tool_calls"])
     if isinstance(plain.get("content"), list):

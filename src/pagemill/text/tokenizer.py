@@ -311,8 +311,11 @@ def check_unicode(text: str, param: str) -> None:
 
 def _template_of(given: str, own: str | dict[str, str] | None) -> str:
     """Returns a template's source: given as it is, by the name of one of the model's own, or as a file."""
-    if isinstance(own, dict) and given in own:
-        return own[given]
+    return own[given] if isinstance(own, dict) and given in own else read_template(given)
+
+
+def read_template(given: str) -> str:
+    """Returns a template's source, given as it is or as a file. Raises ConfigError."""
     if "{%" in given or "{{" in given:
         return given
     try:

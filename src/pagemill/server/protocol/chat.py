@@ -21,6 +21,7 @@ from pagemill.server.protocol.tools import (
     check_arguments,
     check_for_template,
 )
+from pagemill.text.chat_template import without_content
 
 LEFT_IN = frozenset({"provider_specific_fields"})
 """What clients put into answers that they send back, and what means nothing here."""
@@ -76,11 +77,7 @@ class ChatMessage(Body):
                 "a message of role tool has no tool_call_id; give the id of the call that it answers", param="messages"
             )
         if self.content is None and not (self.tool_calls or self._reasoning):
-            raise InvalidRequestError(
-                f"a message of role {self.role} has no content; give it one (an assistant's may have tool_calls "
-                f"instead)",
-                param="messages",
-            )
+            raise without_content(f"a message of role {self.role}")
         return self
 
     @property
