@@ -3,8 +3,6 @@
 import concurrent.futures
 import gc
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -355,28 +353,6 @@ def test_ctrl_c_ends_the_call_and_gives_everything_back(llm):
     assert (stats.running, stats.waiting, stats.frames_active) == (0, 0, 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate("good", GREEDY, use_tqdm=False)[0].finished
-
-
-UNCOLLECTED = """
-import gc, time, weakref
-gc.disable()
-from pagemill import LLM, SamplingParams
-llm = LLM("smollm2-135m", max_model_len=64, kv_memory="8MiB", max_num_seqs=2)
-llm.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)
-executor = llm.client.core.executor
-parts = [weakref.ref(part) for part in (executor.pool, executor.decoder)]
-del executor, llm
-deadline = time.monotonic() + 20
-while any(part() for part in parts):
-    assert time.monotonic() < deadline, "its pool or its weights are still there"
-    time.sleep(0.01)
-"""
-"""A process of its own: the first engine of a process imports torch."""
-
-
-def test_an_engine_that_nobody_has_gives_its_memory_back():
-    ended = subprocess.run([sys.executable, "-c", UNCOLLECTED], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
 
 
 def test_truth_values_are_no_token_ids(llm):

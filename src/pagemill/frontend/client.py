@@ -83,7 +83,6 @@ class InlineClient:
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None]) -> None:
         from pagemill.engine.core import EngineCore  # and torch, which an engine in a process needs only there
 
-        gc.collect()  # importing torch leaves cycles with the frames of all callers, in which this engine's user stands
         self._core: EngineCore | None = EngineCore(config, progress)
         self.lock = threading.RLock()
         """Held by whoever runs steps, or asks between them."""

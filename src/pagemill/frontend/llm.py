@@ -7,7 +7,6 @@ import logging
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -49,8 +48,8 @@ class LLM:
 
     `target_tpot_ms` is "off" unless it is given: whoever waits for a whole batch gains nothing by even gaps.
 
-    Raises `UnknownArgumentError`, `ConfigError` and `ModelLoadError` children. Close it, use it as a context manager,
-    or let its last reference go, to give its memory back before the process ends.
+    Raises `UnknownArgumentError`, `ConfigError` and `ModelLoadError` children. Close it, or use it as a context
+    manager, to give its memory back before the process ends.
     """
 
     @takes_settings(Settings)
@@ -68,8 +67,6 @@ class LLM:
             self.client = InlineClient(self.config, progress)
         name, tenants = Path(self.config.model).stem, self.config.tenants
         self.frontend = Frontend(self.client, tokenizer, store, name, Inline(), tenants)
-        self._closing = weakref.finalize(self, _close, self.client, store)
-        self._closing.atexit = False
         sys.stderr.write(f"pagemill: {self.client.facts.description}\n")
 
     @takes_fixed(OF_CALLS, InvalidRequestError)
@@ -297,7 +294,8 @@ class LLM:
 
     def close(self) -> None:
         """Gives the model and the KV pool back. May be called twice; `generate` then raises `EngineDeadError`."""
-        self._closing()
+        immediately(self.client.close())
+        self.frontend.turns.store.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -337,11 +335,6 @@ class LLM:
         finally:
             for request in requests:
                 self.frontend.release(request)
-
-
-def _close(client: InlineClient, store: SessionStore) -> None:
-    immediately(client.close())
-    store.close()
 
 
 @contextlib.contextmanager
