@@ -1,133 +1,25 @@
 """The fleet among replicas that come, rest, come back and go. Links are recorded instead of being Ray's."""
 
 import asyncio
-from types import SimpleNamespace
-from typing import ClassVar
 
 import msgspec
 import pytest
+from recorded_fleet import FACTS, RecordedLink, failures, request, run, settle
 
 from pagemill import SamplingParams
-from pagemill.config import EngineConfig
 from pagemill.distributed import fleet as fleet_module
-from pagemill.distributed.fleet import Fleet
 from pagemill.engine.messages import (
     DIGEST_BYTES,
     AbortRequests,
-    EngineReady,
-    EngineRequest,
     Held,
     HeldBlocks,
     SequenceOutput,
 )
-from pagemill.engine.queries import SetTenant, Unpin
-from pagemill.errors import EngineDeadError, EngineStoppedError, InvalidRequestError
+from pagemill.engine.queries import SetTenant
 from pagemill.frontend.supervisor import RestartLimits
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.namespace import Namespace
 from pagemill.tenant_limits import TenantLimits
-
-FACTS = EngineReady(
-    vocab_size=100, max_model_len=256, max_num_seqs=4, longest_sequence=256, tenants=["default"], block_size=16,
-    num_frames=64, kv_bytes=1 << 20, kv_memory=1 << 20, eos_token_ids=[0], hidden_size=8, model="m", kv_format="f",
-)  # fmt: skip
-
-
-class RecordedLink:
-    """What `ReplicaLink` is to its user, without a replica behind it. answers: set it to hold back answers."""
-
-    opened: ClassVar[list] = []
-
-    def __init__(self, name, front_end, handle, user):
-        self.name, self._user = name, user
-        self.death, self.facts, self.closing, self.engine_died = None, None, False, False
-        self.sent, self.asked, self.answers = [], [], asyncio.Event()
-        self.answers.set()
-        self.opened.append(self)
-
-    def come(self):
-        self.facts = msgspec.structs.replace(FACTS, peer_address=f"{self.name}:1")
-        self._user.note_facts(self, self.facts)
-
-    def send(self, message):
-        if getattr(message, "prompt_token_ids", [])[:1] == [99]:
-            raise InvalidRequestError("this cannot be encoded")
-        self.sent.append(message)
-
-    async def ask(self, query):
-        self.asked.append(query)
-        await self.answers.wait()
-        if self.death is not None:
-            raise self.death
-        return FACTS
-
-    async def close(self):
-        self.die("closed")
-
-    def die(self, why="killed", *, engine_died=False):
-        self.death, self.engine_died = EngineDeadError(why), engine_died
-        self._user.note_end(self)
-
-    def bring(self, request_id, **more):
-        output = SequenceOutput(request_id=request_id, index=0, new_token_ids=[7], **more)
-        self._user.note_outputs(self, [output])
-
-    @property
-    def requests(self):
-        return [each.request_id for each in self.sent if isinstance(each, EngineRequest)]
-
-
-def request(request_id, first=1, **more):
-    return EngineRequest(
-        request_id=request_id, prompt_token_ids=[first] * 20, params=SamplingParams(max_tokens=9), arrival_s=0.0, **more
-    )
-
-
-async def settle():
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-class Handle:
-    """The deployment's, of which nothing is called but what makes Ray Serve list the replicas."""
-
-    class wait_ready:
-        @staticmethod
-        async def remote(replica):
-            pass
-
-
-def run(monkeypatch, scenario, restarts=None, names=("a",), prefill_replicas=0):
-    """Runs a scenario with a fleet of these replicas, which have come."""
-    monkeypatch.setattr(fleet_module, "ReplicaLink", RecordedLink)
-    monkeypatch.setattr(RecordedLink, "opened", [])
-
-    async def all_of_it():
-        fleet = Fleet(EngineConfig(model="m"), Handle, "round-robin", restarts or RestartLimits(), prefill_replicas)
-        loading = asyncio.create_task(fleet.load(lambda done, total: None))
-        await settle()
-        fleet.note_listed({*names})
-        for link in [*RecordedLink.opened]:
-            link.come()
-        await asyncio.wait_for(loading, 5)
-        await settle()
-        received = []
-        frontend = SimpleNamespace(
-            received=received, receive=received.extend, num_sent_again=0, made_pins=SimpleNamespace(requests=list)
-        )
-        running = asyncio.create_task(fleet.run(frontend))
-        await settle()
-        await scenario(fleet, {link.name: link for link in RecordedLink.opened}, frontend)
-        await fleet.close()
-        with pytest.raises(EngineStoppedError):
-            await running
-
-    asyncio.run(all_of_it())
-
-
-async def failures(frontend):
-    await settle()
-    return [each for each in frontend.received if each.error is not None]
 
 
 def test_a_replica_that_is_listed_again_while_it_ends_its_requests_gets_requests_again(monkeypatch, caplog):
@@ -234,111 +126,6 @@ def test_requests_do_not_wait_for_ever_where_no_replica_is_left(monkeypatch, by)
         assert RecordedLink.opened[-1].requests == ["served"]
 
     run(monkeypatch, scenario, RestartLimits(max_engine_restarts=0 if by == "losses" else 3))
-
-
-def make_pin(fleet, links):
-    """Returns who of two replicas has made a pin, the other, and the copy that it is to make."""
-    fleet.submit(request("pin#1", pin="system"))
-    (main,) = [link for link in links.values() if link.requests]
-    (other,) = [link for link in links.values() if not link.requests]
-    main.bring("pin#1", finish_reason="length")
-    (copy,) = other.sent
-    return main, other, copy
-
-
-def test_a_pin_is_made_elsewhere_once_it_has_been_made_and_refusals_are_logged(monkeypatch, caplog):
-    async def scenario(fleet, links, frontend):
-        main, other, copy = make_pin(fleet, links)
-        assert (copy.pin, main.requests) == ("system", ["pin#1"])
-        assert copy.request_id != "pin#1"
-        error = SequenceOutput(request_id=copy.request_id, index=0, new_token_ids=[], finish_reason="error")
-        error.error = fleet_module.refusals(copy, InvalidRequestError("too large"))[0].error
-        fleet.note_outputs(other, [error])
-        assert "too large" in caplog.text
-        fleet.submit(request("pin#2", pin="other"))
-        (at,) = [link for link in links.values() if "pin#2" in link.requests]
-        fleet.abort(["pin#2"])
-        assert [link for link in links.values() if any(isinstance(each, AbortRequests) for each in link.sent)] == [at]
-
-    run(monkeypatch, scenario, names=("a", "b"))
-
-
-def test_a_copy_of_a_pin_that_is_unpinned_before_it_is_made_is_ended(monkeypatch):
-    async def scenario(fleet, links, frontend):
-        _, other, copy = make_pin(fleet, links)
-        await fleet.ask(Unpin("system", "default", ""))
-        other.asked.clear()
-        other.bring(copy.request_id, finish_reason="length")
-        await settle()
-        assert other.asked == [Unpin("system", "default", "")]
-
-    run(monkeypatch, scenario, names=("a", "b"))
-
-
-def test_pins_that_have_expired_leave_no_home(monkeypatch):
-    async def scenario(fleet, links, frontend):
-        await fleet.ask(SetTenant("team", TenantLimits(max_blocks=6)))
-        fleet.submit(request("short", tenant="team", pin="short", pin_expires_s=0.0))
-        next(link for link in links.values() if link.requests).bring("short", finish_reason="length")
-        await fleet.ask(SetTenant("team", TenantLimits()))
-        fleet.submit(request("pin", tenant="team", pin="system"))
-        next(link for link in links.values() if "pin" in link.requests).bring("pin", finish_reason="length")
-        await fleet.ask(SetTenant("team", TenantLimits(max_blocks=6)))
-        await settle()
-        assert len([link for link in links.values() if Unpin("system", "team", "") in link.asked]) == 1
-
-    run(monkeypatch, scenario, names=("a", "b"))
-
-
-def test_pins_of_a_tenant_whose_blocks_are_limited_are_in_one_replica_and_count_there(monkeypatch):
-    async def scenario(fleet, links, frontend):
-        def pins_at():
-            return {name: [one.pin for one in link.sent if getattr(one, "pin", None)] for name, link in links.items()}
-
-        await fleet.ask(SetTenant("team", TenantLimits(max_blocks=6)))
-        for name in ("pin#1", "pin#2"):  # each a block of 16 tokens, and two while it is computed
-            fleet.submit(request(name, tenant="team", pin=name))
-            home = next(link for link in links.values() if name in link.requests)
-            home.bring(name, finish_reason="length")
-        assert pins_at() == {name: ["pin#1", "pin#2"] if link is home else [] for name, link in links.items()}
-        for number in range(3):  # two blocks each, and then four
-            asked = request(f"q{number}", tenant="team")
-            asked.prompt_token_ids = [1] * (40 if number == 2 else 20)
-            fleet.submit(asked)
-        at = {name: [one for one in link.requests if one[0] == "q"] for name, link in links.items()}
-        assert sorted(one for mine in at.values() for one in mine) == ["q0", "q1"], "the third waits"
-        assert len({name for name, mine in at.items() if mine}) == 2
-        fleet.abort([one for name, mine in at.items() if name != home.name for one in mine])
-        assert home.requests[-1] == "q2", "where the pins are, that replica keeps the limit"
-        home.die()
-        (other,) = [link for link in links.values() if link is not home]
-        assert pins_at()[other.name] == ["pin#1", "pin#2"], "they have another home"
-        await fleet.ask(Unpin("pin#1", "team", ""))
-        await fleet.ask(Unpin("pin#2", "team", ""))
-        fleet.note_listed({"b", "c"} if other.name == "b" else {"a", "c"})
-        await settle()
-        third = RecordedLink.opened[-1]
-        third.come()
-        await settle()
-        assert [one for one in third.sent if getattr(one, "pin", None)] == []
-
-    run(monkeypatch, scenario, names=("a", "b"))
-
-
-def test_pins_move_to_one_replica_where_a_limit_comes_and_to_all_where_it_goes(monkeypatch):
-    async def scenario(fleet, links, frontend):
-        await fleet.ask(SetTenant("team", TenantLimits()))
-        fleet.submit(request("pin", tenant="team", pin="system"))
-        next(link for link in links.values() if link.requests).bring("pin", finish_reason="length")
-        assert [len(link.sent) for link in links.values()] == [1, 1]
-        await fleet.ask(SetTenant("team", TenantLimits(max_blocks=6)))
-        await settle()
-        unpinned = [name for name, link in links.items() if Unpin("system", "team", "") in link.asked]
-        assert len(unpinned) == 1
-        await fleet.ask(SetTenant("team", TenantLimits(max_blocks="50%")))
-        assert [len(link.sent) for name, link in links.items() if name in unpinned] == [2]
-
-    run(monkeypatch, scenario, names=("a", "b"))
 
 
 def test_what_ends_here_with_an_error_is_ended_at_its_replica_too(monkeypatch):
