@@ -284,7 +284,7 @@ class EngineConfig:
     def _check_contradictions(self) -> None:
         if self.kv_host_compression != "off" and not self.asks_for_host_memory:
             raise ConfigError(
-                "kv_host_compression is for blocks in host memory, of which there is none; set kv_host_memory",
+                "kv_host_compression is for blocks in host memory, which nothing gives a size; set kv_host_memory",
                 param="kv_host_compression",
             )
         for path, room, what in (
@@ -308,7 +308,7 @@ class EngineConfig:
         tiers = self.asks_for_host_memory or self.kv_disk_memory is not None
         if self.preemption_mode == "swap" and not (tiers and self.enable_prefix_caching):
             raise ConfigError(
-                "preemption_mode 'swap' has nowhere to swap to, or no names for what it swaps: set kv_host_memory or "
+                "preemption_mode 'swap' needs room below the pool, and names for what it swaps: set kv_host_memory or "
                 "kv_disk_memory, and leave enable_prefix_caching on",
                 param="preemption_mode",
             )

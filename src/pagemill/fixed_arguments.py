@@ -47,9 +47,7 @@ OF_ENGINES: dict[str, Fixed] = {
     "lora_dtype": Fixed(("auto",), "holds adapters as they are stored, or in the model's dtype"),
     "fully_sharded_loras": Fixed((False,), "takes adapters on one device alone"),
     "skip_tokenizer_init": Fixed((False,), "always loads the tokenizer"),
-    "swap_space": Fixed(
-        (0, 0.0), "sends evicted blocks to kv_host_memory and kv_disk_memory instead, where those are set", (4, 4.0)
-    ),
+    "swap_space": Fixed((0, 0.0), "sends evicted blocks to kv_host_memory and kv_disk_memory instead", (4, 4.0)),
     "cpu_offload_gb": Fixed((0, 0.0), "keeps all weights on the device"),
     "enable_sleep_mode": Fixed((True, False), "can always sleep"),
     "tokenizer_mode": Fixed(("auto",), "has one tokenizer for each model"),

@@ -68,7 +68,7 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def num_gpus(root: Path = _ROOT) -> int:
-    """Returns how many GPUs NVIDIA's driver has here, those of other processes too."""
+    """Returns how many GPUs NVIDIA's driver shows here: all of the machine's, or those that a container was given."""
     return len(list((root / "proc/driver/nvidia/gpus").glob("*")))
 
 

@@ -18,6 +18,7 @@ from pagemill.engine import tiers as engine_tiers
 from pagemill.engine.messages import DIGEST_BYTES
 from pagemill.errors import ConfigError
 from pagemill.executor import backend
+from pagemill.kvcache import host_store
 from pagemill.kvcache.layout import layer_major
 from pagemill.kvcache.load_time import LoadTime
 from pagemill.kvcache.offload_tiers import OffloadTiers
@@ -335,6 +336,18 @@ def test_beside_a_gpu_what_is_preempted_has_room_in_host_memory(
     assert ("MiB of host memory for evicted blocks" in core.ready.description) == (blocks > 0)
     assert drive(core, requests).tokens == expected.tokens
     assert core.stats().tier_blocks == ({"host": blocks} if blocks else {})
+    core.close()
+
+
+def test_beside_a_gpu_an_engine_starts_without_host_memory_that_the_system_refuses(make_engine, monkeypatch, caplog):
+    def refuse(*given):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(host_store, "private_memory", refuse)
+    core = make_engine(**SMALL, own_memory=True)
+    assert core.tiers is None
+    assert core.ready.host_bytes == 0
+    assert "no host memory for evicted KV blocks: the pool has 21 MiB, and" in caplog.text
     core.close()
 
 

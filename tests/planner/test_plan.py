@@ -147,9 +147,7 @@ def test_a_trial_whose_slowest_requests_alone_break_a_limit_is_not_cut():
     ],
 )
 def test_what_is_left_out_of_a_simulation_changes_nothing(monkeypatch, asked, memory, preempts):
-    """Against one in which no sequence coasts and all blocks have names."""
-    if preempts:  # as nothing is where all lengths are known
-        monkeypatch.setattr("pagemill.scheduling.admission._fits_later", lambda *given: True)
+    """Against one in which no sequence coasts, and all blocks have names and go to host memory."""
     device = replace(read_device("l4"), memory_bytes=int(memory), memory_share=1.0, working_bytes=1 << 28)
     roofline = Roofline(device, read_shape("llama-3-8b"), "bfloat16")
     trace = replace(SHORT, **asked).requests(8.0, 12.0)
@@ -451,6 +449,12 @@ def test_what_a_plan_says_to_serve_with_is_of_all_ranks():
     head = str(table(plan)[1])
     assert f"--kv-memory {2 * roofline.kv_bytes / 2**30:.1f}GiB" in head
     assert "--kv-host-memory 8GiB" in head
+
+
+@pytest.mark.parametrize(("host", "said"), [(None, ""), (0, " --kv-host-memory 0")])
+def test_a_plan_says_what_of_host_memory_is_not_an_engines_default(host, said):
+    head = str(table(plan_of(device="h100", choices=replace(ONE, kv_host_memory=(host,))))[1])
+    assert head.partition("GiB")[2].startswith(said + ", $")
 
 
 def test_only_pairs_that_an_engine_takes_are_tried():

@@ -220,6 +220,7 @@ class Bench:
             ageing_s=10.0,
             enable_prefix_caching=caching,
             stored=None if self.tier is None else self.tier.stored,
+            swap_blocks=0 if self.tier is None else frames,
             compacts=payback_steps is not None,
             drafter=drafter,
         )
@@ -258,7 +259,7 @@ class Bench:
         if self.flights and (plan is None or len(self.flights) >= self.depth):
             self.commit()
         self.memory.check()
-        waiting = [one for one in self.scheduler.sequences() if one.was_preempted]
+        waiting = [one for one in self.scheduler.sequences() if one.was_preempted and self.tier is not None]
         assert all(digest in self.memory.wanted for one in waiting for digest in one.digests[: one.scheduled // 4])
         assert len(self.memory.wanted) <= len({digest for one in waiting for digest in one.digests})
         for one in () if self.flights else self.scheduler.state.running:

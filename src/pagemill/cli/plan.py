@@ -65,8 +65,8 @@ def plan(
         str | None,
         typer.Option(
             "--kv-host-memory",
-            help="Host memory of a device for evicted K/V, to be tried beside none. Default: 64GiB where prompts begin "
-            "alike and the device has a link; 0 leaves it out.",
+            help="Host memory of a device for evicted K/V, to be tried beside an engine's default there, as much as "
+            "the pool. Default: 64GiB where prompts begin alike and the device has a link; 0: none, without a trial.",
         ),
     ] = None,
     timeout: Annotated[

@@ -34,7 +34,8 @@ def plan_for(
         )
     from pagemill.distributed.plan import FleetPlan
 
-    shared: dict[str, Any] = {"num_threads": max(1, usable_cores() // replicas)}
+    # No host memory unless asked for: beside a GPU, each would take what is for all.
+    shared: dict[str, Any] = {"num_threads": max(1, usable_cores() // replicas), "kv_host_memory": 0}
     if not any(size in settings for size in SIZES):
         shared["kv_memory"] = SHARE_OF_MEMORY / replicas
     plan = FleetPlan(

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineRequest, Peering
 from pagemill.engine.peering import PeerLink, ServedBlocks, peer_store
-from pagemill.errors import ConfigError, KVStoreError
+from pagemill.errors import ConfigError, KVMemoryError, KVStoreError
 from pagemill.executor.interface import Executor, ExecutorFacts
 from pagemill.hub.private_files import make_folder
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
-from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
+from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore, host_arena
 from pagemill.kvcache.load_time import PrefillTime
 from pagemill.kvcache.offload_tiers import FollowedStore, OffloadStore, OffloadTiers, Sources
 from pagemill.kvcache.shared_store import SharedStore
@@ -57,8 +57,8 @@ def host_bytes(config: EngineConfig, facts: ExecutorFacts, num_frames: int) -> i
     """Returns the bytes of host memory for evicted blocks: as many as were asked for.
 
     If nobody has said, beside a GPU as many as the pool of `num_frames` has, so that whatever is preempted can come
-    back. None if HOST_SHARE of what is free, shared with the machine's other GPUs, has no room for that; nor without
-    prefix caching, which finds no evicted block.
+    back. 0 if HOST_SHARE of what is free, shared with the machine's other GPUs, has no room for that, or the system
+    gives no address space for it; and without prefix caching, which finds no evicted block.
     """
     if config.kv_host_memory is not None:
         return _host_bytes(config) if config.asks_for_host_memory else 0
@@ -66,12 +66,16 @@ def host_bytes(config: EngineConfig, facts: ExecutorFacts, num_frames: int) -> i
         return 0
     ranks, wanted = config.tensor_parallel_size, num_frames * facts.record_bytes
     room = int(HOST_SHARE * host_memory()[0] * ranks / max(ranks, num_gpus()))
-    if wanted > room:
-        logger.info(
-            "no host memory for evicted KV blocks: as much as the pool, %d bytes, is more than %d, this engine's part "
-            "of half of what is free; set kv_host_memory to have less or more",
-            wanted,
-            room,
+    try:
+        if wanted > room:
+            raise KVMemoryError(f"{room >> 20} MiB are this engine's part of half of what is free")
+        _ = host_arena(num_frames, facts.record_bytes)  # which takes no memory before it is written
+    except KVMemoryError as error:
+        logger.warning(
+            "there is no host memory for evicted KV blocks: the pool has %d MiB, and %s; requests wait longer where "
+            "the pool is short; kv_host_memory sets a size, or 0 for none",
+            wanted >> 20,
+            error,
         )
         return 0
     return wanted
@@ -152,10 +156,11 @@ def make_tiers(
         Path(config.model).stem, facts.fingerprint.hex(), facts.kv_format, facts.numerics, record_bytes
     )
     taken = {tier: streamed.of(tier, facts.frame_bytes) for tier in ("host", "disk")}
-    left = max(0, host - taken["host"])
-    swap_blocks = left // record_bytes if config.enable_prefix_caching and config.preemption_mode != "recompute" else 0
+    own = _host_tier(config, facts, memory, max(0, host - taken["host"]), taken["host"]) if host else []
+    left = host - taken["host"] if own and config.enable_prefix_caching else 0
+    swap_blocks = left // record_bytes if config.preemption_mode != "recompute" else 0
     disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
-    tiers = [*(_host_tier(config, facts, memory, left, taken["host"]) if host else ()), *disk]
+    tiers = [*own, *disk]
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
     if peering is None or not config.enable_prefix_caching:
         offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)

@@ -92,14 +92,17 @@ class ProcessClient:
         self._questions.refuse(error)
 
     async def restart(self, tenants: Mapping[str, TenantLimits], on_progress: Callable[[int, int], None]) -> None:
-        """Starts another process with the same settings, and gives it the size of the KV pool that the last one had,
-        and these tenants. Returns when it has loaded. Raises what kept it from that, or why this engine has ended."""
+        """Starts another process with the same settings, and gives it the sizes of KV pool and host memory that the
+        last one had, and these tenants. Returns when it has loaded. Raises what kept it from that, or why this engine
+        has ended."""
         await self._disconnect()
         if self.ended is not None:
             raise self.ended
         self._loaded, self._child = False, spawn()
         adapters = [LoRARequest(each.name, each.number, each.path) for each in self.facts.adapters]
-        start = messages.Start(replace(self._config, tenants={}), self.facts.kv_memory, dict(tenants), adapters)
+        host = self.facts.host_bytes if self._config.kv_host_memory is None else self._config.kv_host_memory
+        config = replace(self._config, tenants={}, kv_host_memory=host)
+        start = messages.Start(config, self.facts.kv_memory, dict(tenants), adapters)
         self._child.socket.sendall(frame(start))
         await self.load(on_progress)
         self.interrupted = None

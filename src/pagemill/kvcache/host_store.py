@@ -24,6 +24,7 @@ from pagemill.kvcache.frame_access import Place, Places, Records
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.pages import NOT_HUGE, private_memory
 from pagemill.memory.tier_shares import TierShares
+from pagemill.memory.wanted import MOST_SPARED
 from pagemill.memory.work import BlockName
 
 ENTRY_BYTES = 512
@@ -105,7 +106,7 @@ class HostTier(ABC, Generic[Content]):
             order, spared = self._order[tenant], 0
             while amount > 0:
                 block = next(iter(order))
-                if block[0] in self._wanted and spared < len(order):
+                if block[0] in self._wanted and spared < min(len(order), MOST_SPARED):
                     order.move_to_end(block)
                     spared += 1
                     continue
@@ -144,7 +145,7 @@ class HostStore(HostTier[NDArray[np.uint8]]):
         self._together = cores > 1
         if self._together:
             _kernels.set_num_threads(max(cores, _kernels.num_threads()))
-        self._arena = _arena(capacity, record_bytes)
+        self._arena = host_arena(capacity, record_bytes)
         self._free = list(self._arena[::-1])
         self._turn = threading.Condition(self._lock)
         self._readers, self._writing = 0, False
@@ -258,10 +259,11 @@ class CompressedStore(HostTier[bytes]):
         return np.ascontiguousarray(planes.reshape(self._itemsize, -1).T).reshape(-1)
 
 
-def _arena(capacity: int, record_bytes: int) -> NDArray[np.uint8]:
+def host_arena(capacity: int, record_bytes: int) -> NDArray[np.uint8]:
     """Returns memory for records, uint8 [capacity, record_bytes], on small pages. Blocks are stored beside steps, by a
     thread that takes a core from the kernels meanwhile, and in a virtual machine whose host takes back free memory,
-    finding and clearing 2 MiB for one may take as long as half a step."""
+    finding and clearing 2 MiB for one may take as long as half a step. It is taken as it is written. Raises
+    KVMemoryError if the system gives no address space for it."""
     nbytes = capacity * record_bytes
     try:
         memory = private_memory(nbytes, NOT_HUGE)

@@ -42,7 +42,7 @@ def parse_memory(name: str, value: int | float | str, free: int) -> int:
     if unit not in _UNITS or not amount > 0 or isinstance(value, bool) or amount == float("inf"):
         raise ConfigError(
             f'{name} is {value!r}; it must be bytes (an integer), a size such as "512MiB" or "2GB", or a share of what '
-            'is free such as "50%" or 0.5',
+            f'is free such as "50%" or 0.5{", or 0 for none" if name == "kv_host_memory" else ""}',
             param=name,
         )
     return int(amount * _UNITS[unit])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+MOST_SPARED = 4096
+"""Wanted blocks that a tier passes over at once: where nearly all are wanted, looking for others would take long."""
+
 
 class WantedBlocks:
     """Counts who wants a block again, by its digest. One thread changes it; any may ask `digest in wanted`."""

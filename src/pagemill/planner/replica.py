@@ -47,8 +47,10 @@ class Setup:
         caching: bool = True,
         tier: LowerTier | None = None,
         stored: Stored | None = None,
+        swap_blocks: int = 0,
     ) -> Scheduler:
-        """Returns the scheduler over a memory, and over the tier below it or what else `stored` asks."""
+        """Returns the scheduler over a memory, and over the tier below it or what else `stored` asks. swap_blocks:
+        without a tier, how many blocks it would have room for."""
         return Scheduler(
             memory,
             max_num_seqs=self.max_num_seqs,
@@ -57,7 +59,7 @@ class Setup:
             ageing_s=10.0,
             enable_prefix_caching=caching,
             stored=stored if tier is None else tier.stored,
-            swap_blocks=0 if tier is None else tier.swap_blocks,
+            swap_blocks=swap_blocks if tier is None else tier.swap_blocks,
             target_tpot_s=self.target_tpot_s,
             compacts=self.kv_compaction == "auto" and isinstance(memory, MemoryManager),
         )
@@ -92,17 +94,24 @@ def _p99(seconds: Sequence[float]) -> float:
 @dataclass(frozen=True)
 class Settings:
     """Holds what a replica is made of. kv_dtype, max_num_seqs, max_num_batched_tokens, kv_host_memory: as in
-    EngineConfig. ranks: as tensor_parallel_size. kv_host_memory: bytes of one rank; 0 for none.
+    EngineConfig. ranks: as tensor_parallel_size. kv_host_memory: bytes of one rank; 0 for none; None for as much as the
+    pool where a link leads to host memory, which is the default of engines too.
     """
 
     ranks: int
     kv_dtype: str = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
-    kv_host_memory: int = 0
+    kv_host_memory: int | None = None
+
+    def host_bytes(self, roofline: Roofline) -> int:
+        """Returns the bytes of host memory for the K/V of one rank."""
+        if self.kv_host_memory is not None:
+            return self.kv_host_memory
+        return 0 if roofline.device.link_bytes_per_s is None else roofline.kv_bytes
 
     def __str__(self) -> str:
-        host = f", {self.kv_host_memory / 2**30:g} GiB host" if self.kv_host_memory else ""
+        host = "" if self.kv_host_memory is None else f", {self.kv_host_memory / 2**30:g} GiB host"
         return (
             f"tensor parallel {self.ranks}, K/V {self.kv_dtype}, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens} tokens a step{host}"
@@ -169,8 +178,9 @@ def run_trial(
 
     limits: given, the trial is cut once it is certain that its p99 breaks one.
     """
-    if settings.kv_host_memory == 0 and not any(one.hash_ids or one.num_sequences > 1 for one in trace):
-        # Nothing can be found again but what a preempted sequence had: without one, names of blocks change nothing.
+    if not any(one.hash_ids or one.num_sequences > 1 for one in trace):
+        # Nothing can be found again but what a preempted sequence had: without one, neither names of blocks nor what is
+        # below the pool change anything, but for whether admission counts on it.
         trial = _simulate(roofline, settings, trace, rate, limits, caching=False)
         if trial is not None:
             return trial
@@ -198,14 +208,13 @@ def _simulate(
         target_tpot_s=None,
         kv_compaction="off",
     )
-    host, link = settings.kv_host_memory, roofline.device.link_bytes_per_s
-    memory = setup.memory(roofline, saves_evicted=host > 0)
+    host, link = settings.host_bytes(roofline), roofline.device.link_bytes_per_s
+    block_bytes = roofline.shape.frame_bytes(setup.block_size)
+    memory = setup.memory(roofline, saves_evicted=caching and host > 0)
     tier = None
-    if host > 0 and link is not None:
-        block_bytes = roofline.shape.frame_bytes(setup.block_size)
-        speed = roofline.device.efficiency["link"] * link
-        tier = LowerTier(memory, int(host / block_bytes), block_bytes / speed)
-    scheduler = setup.scheduler(memory, caching=caching, tier=tier)
+    if caching and host > 0 and link is not None:
+        tier = LowerTier(memory, host // block_bytes, block_bytes / (roofline.device.efficiency["link"] * link))
+    scheduler = setup.scheduler(memory, caching=caching, tier=tier, swap_blocks=host // block_bytes)
     first = next(index for index, one in enumerate(trace) if one.arrival_s >= WARM_UP * trace[-1].arrival_s)
     widest = max(one.num_sequences for one in trace)
     latest, most_rows = -1, 0

@@ -40,9 +40,11 @@ def _flags(plan: Plan) -> Text:
     best = plan.options[0]
     roofline, settings = best.size.roofline, best.size.settings
     cost = "" if best.cost_output is None else f", ${best.cost_output:.2f} per million output tokens"
-    memory, host_memory = (size * settings.ranks / 2**30 for size in (roofline.kv_bytes, settings.kv_host_memory))
-    none = "" if roofline.device.link_bytes_per_s is None else " --kv-host-memory 0"  # which is not the default there
-    host = f" --kv-host-memory {host_memory:g}GiB" if host_memory else none
+    memory = roofline.kv_bytes * settings.ranks / 2**30
+    host = ""
+    if settings.kv_host_memory is not None:
+        size = settings.kv_host_memory * settings.ranks / 2**30
+        host = f" --kv-host-memory {size:g}GiB" if size else " --kv-host-memory 0"
     kv = "" if settings.kv_dtype == "auto" else f" --kv-cache-dtype {settings.kv_dtype}"
     parallel = f" --tensor-parallel-size {settings.ranks}" if settings.ranks > 1 else ""
     weights = {"int8": " --quantization int8", "float8": ""}.get(roofline.dtype, f" --dtype {roofline.dtype}")

@@ -99,8 +99,9 @@ class Asked:
         traced = Traced([with_timeout(one, self.timeout) for one in read_trace(self.trace)])
         return Load(traced, traced.rate if self.rate is None else self.rate, self.requests)
 
-    def _host(self, device: Device, load: Load) -> tuple[int, ...]:
-        """Returns the sizes of host memory to try: none, and what was asked for, or is usual where prompts share."""
+    def _host(self, device: Device, load: Load) -> tuple[int | None, ...]:
+        """Returns the sizes of host memory to try: the default, and what was asked for, or is usual where prompts
+        share; or none alone."""
         asked = self.kv_host_memory
         if device.link_bytes_per_s is None and asked not in (None, "0"):
             raise ConfigError(
@@ -109,7 +110,9 @@ class Asked:
             )
         if asked is None and device.link_bytes_per_s is not None and load.shares:
             asked = USUAL_HOST_MEMORY
-        return (0,) if asked in (None, "0") else (0, parse_memory("kv_host_memory", asked, device.memory_bytes))
+        if asked == "0":
+            return (0,)
+        return (None,) if asked is None else (None, parse_memory("kv_host_memory", asked, device.memory_bytes))
 
 
 def read_counts(name: str, text: str) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Choices:
     kv_dtype: tuple[str, ...] = ("auto",)
     max_num_seqs: tuple[int, ...] = (256, 1024)
     max_num_batched_tokens: tuple[int, ...] = (2048, 512, 8192)
-    kv_host_memory: tuple[int, ...] = (0,)
+    kv_host_memory: tuple[int | None, ...] = (None,)
 
     def batches(self) -> list[tuple[int, int]]:
         """Returns the pairs of max_num_batched_tokens and max_num_seqs that an engine takes: every sequence of a step

@@ -32,7 +32,8 @@ def preempt(state: SchedulerState, sequence: Sequence, now: float, draft: StepDr
         (sequence,) = sequence.group.beams
     state.stop(sequence, now)
     sequence.status = Status.WAITING
-    state.memory.wanted.want(sequence, sequence.digests)
+    if state.swap_blocks:
+        state.memory.wanted.want(sequence, sequence.digests)
     state.wait(sequence)
 
 

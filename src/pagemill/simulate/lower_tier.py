@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import compress
 
 from pagemill.kvcache.load_time import LoadTime, PrefillTime
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.wanted import MOST_SPARED
 from pagemill.memory.work import Load, Save
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.step_plan import StepPlan
@@ -33,7 +34,7 @@ class LowerTier:
         self._capacity = capacity
         self._block_s = block_s
         self._mode = mode
-        self._held: dict[tuple[bytes, int], None] = {}
+        self._held: OrderedDict[tuple[bytes, int], None] = OrderedDict()
         self._loads: deque[tuple[float, float, int, list[bool]]] = deque()  # ends, seconds, id, arrived
         self._load_time = LoadTime()
         self._prefill = PrefillTime()
@@ -86,8 +87,8 @@ class LowerTier:
         spared = 0
         while len(self._held) > self._capacity:
             block = next(iter(self._held))
-            if block[0] in self._memory.wanted and spared < len(self._held):
-                self._use(block)
+            if block[0] in self._memory.wanted and spared < min(len(self._held), MOST_SPARED):
+                self._held.move_to_end(block)
                 spared += 1
             else:
                 del self._held[block]
@@ -109,5 +110,5 @@ class LowerTier:
         self._prefill.note_step(plan.num_tokens, plan.num_generating, seconds)
 
     def _use(self, block: tuple[bytes, int]) -> None:
-        self._held.pop(block, None)
         self._held[block] = None
+        self._held.move_to_end(block)
