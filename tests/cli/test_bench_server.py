@@ -110,6 +110,16 @@ def test_every_request_has_the_key(flags, sent, monkeypatch):
     assert fake.keys == {sent}
 
 
+def test_the_exit_status_tells_of_failed_requests(monkeypatch):
+    made, statuses = httpx.AsyncClient, []
+    for broken in ({3}, ()):
+        fake = Fake(broken=broken)
+        monkeypatch.setattr(httpx, "AsyncClient", lambda fake=fake, **given: made(**given | {"transport": fake}))
+        given = ["bench", "m", "--url", "http://there", "--num-prompts", "3"]
+        statuses.append(CliRunner().invoke(app, given).exit_code)
+    assert statuses == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("url", "error", "words"),
     [

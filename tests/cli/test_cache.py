@@ -105,7 +105,7 @@ def test_what_a_pin_file_names_goes_to_another_machine_and_nothing_else(warmed, 
         ),
         ([PINS[0], {"name": "short", "prompt": "Once upon"}], KVStoreError, "the 2 tokens of 'short'"),
         ([{"name": "ids", "prompt": [-1] * 40}], KVStoreError, "the 40 tokens of 'ids'"),
-        ([{"name": "no prompt"}], PagemillError, "either a prompt or messages"),
+        ([{"name": "no prompt"}], PagemillError, "neither a prompt nor messages"),
         ([{"prompt": "no name"}], ConfigError, "entry 0.name is missing"),
     ],
 )

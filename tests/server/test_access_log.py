@@ -20,6 +20,7 @@ from pagemill.server.logs import access_log, output
 from pagemill.server.logs.access_log import AccessLog, Lines
 from pagemill.server.logs.output import AUDIT, LogWriter, ServerLogs, as_json, as_text, fields, logging_to
 from pagemill.server.run import server_config
+from waiting import wait_until
 
 SECRET = "Xylophone"
 
@@ -145,6 +146,27 @@ def test_a_server_logs_tokens_and_no_words(served, lines, caplog):
     (audit,) = lines("KV pool resized")
     assert audit["kv_bytes"] > 0
     assert SECRET not in "".join(map(str, (vars(record) for record in caplog.records)))
+
+
+def test_a_stream_that_breaks_off_says_why(served, lines, caplog):
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=f"{served.url}/v1", timeout=60) as http:
+        late = {**body, "timeout": 0.5}
+        assert "timeout" in http.post("/completions", json=late, headers={"X-Request-Id": "late"}).text
+        with http.stream("POST", "/completions", json=body, headers={"X-Request-Id": "left"}) as stream:
+            next(stream.iter_raw())
+        http.post("/completions", json={**body, "max_tokens": 2}, headers={"X-Request-Id": "whole"})
+    wait_until(lambda: {"late", "left", "whole"} <= {line["request_id"] for line in lines()}, "three lines")
+    found = {
+        one.fields["request_id"]: (one.levelname, one.fields["status"], one.fields.get("broke_off"))
+        for one in caplog.records
+        if one.message == "request"
+    }
+    assert found == {
+        "late": ("WARNING", 200, "timeout_error"),
+        "left": ("INFO", 200, "client_gone"),
+        "whole": ("INFO", 200, None),
+    }
 
 
 def record(message, *args, level=logging.INFO, **values):

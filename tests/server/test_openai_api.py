@@ -121,6 +121,21 @@ def test_echo_with_logprobs_covers_prompt_and_answer(client, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_of_the_text_behind_characters_of_several_tokens_too(client, stream):
+    asked = {"model": MODEL, "prompt": "Emoji: 🤦🏽 漢 and", "echo": True, "logprobs": 0, "max_tokens": 0}
+    answers = client.completions.create(**asked, stream=stream)
+    choices = [chunk.choices[0] for chunk in answers] if stream else answers.choices
+    text = "".join(choice.text for choice in choices)
+    found = [
+        (token, text[offset : offset + len(token)])
+        for choice in choices
+        for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+    ]
+    assert len([token for token, _ in found if token.startswith("bytes:")]) > 4
+    assert [token for token, at in found if token != at and not token.startswith("bytes:")] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_is_scored_without_an_answer(client, stream):
     """As lm-eval-harness does."""
     asked = {"model": MODEL, "prompt": ["The capital of France", "Once upon"], "echo": True, "logprobs": 2}

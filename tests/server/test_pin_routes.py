@@ -27,7 +27,12 @@ def test_a_pin_is_made_used_listed_and_ended(v1):
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"name": "a"}, "prompt", "either a prompt or messages"),
+        ({"name": "a"}, "prompt", "has neither a prompt nor messages; give one of the two"),
+        (
+            {"name": "a", "prompt": "x", "messages": [SYSTEM]},
+            "prompt",
+            "has a prompt and messages; give one of the two",
+        ),
         ({"name": "a", "prompt": "x" * 400, "expires_s": -1}, "expires_s", "expires_s is -1"),
         ({"name": "a", "prompt": "x"}, "prompt", "so pin 16 at least"),
         ({"name": "a", "prompt": [5] * 1500}, "prompt", "max_pinned_share"),

@@ -151,5 +151,7 @@ def test_what_can_not_be_forked_is_refused(client, v1):
         assert refusal(fork_of=name, session_id="talk")[::2] == (400, "session_id")
         assert refusal(fork_of=name, echo=True)[::2] == (400, "echo")
         assert refusal(prompt="x", fork_index=1)[::2] == (400, "fork_index")
-        assert "has 2 sequences, and none with the index 2" in refusal(fork_of=name, fork_index=2)[3]
+        wrong = refusal(fork_of=name, fork_index=2)
+        assert "has 2 sequences, and none with the fork_index 2" in wrong[3]
+        assert wrong[2] == "fork_index"
     assert v1.get("/sessions").json()["data"] == []

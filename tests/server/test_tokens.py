@@ -66,8 +66,8 @@ def test_messages_become_what_the_chat_endpoint_computes(http, reference, option
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
-        ("/tokenize", {}, "prompt", "either a prompt or messages"),
-        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "either a prompt or messages"),
+        ("/tokenize", {}, "prompt", "neither a prompt nor messages"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "there is a prompt and messages"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "for messages"),
         ("/tokenize", {"prompt": "x" * (MAX_CHARACTERS + 1)}, "prompt", f"at most {MAX_CHARACTERS}"),
         ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template", "chat_template"),

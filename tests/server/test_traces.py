@@ -9,9 +9,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from pagemill.cli import serve
+from pagemill.cli.serve_checks import check_settings
+from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.frontend.outputs import RequestMetrics
+from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.app import create_app
 from pagemill.server.logs.access_log import AccessLog
 from pagemill.server.logs.output import ServerLogs
@@ -82,4 +84,6 @@ def test_an_endpoint_is_a_url():
 def test_without_opentelemetry_the_way_to_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pagemill.server.logs.traces", None)
     with pytest.raises(ConfigError, match=r"pip install 'pagemill\[otel\]'"):
-        serve._traces_to("http://127.0.0.1:4318/v1/traces")  # noqa: SLF001
+        check_settings(
+            EngineConfig(model="m"), ServerAccess(), ServerLogs(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
+        )

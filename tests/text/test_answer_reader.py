@@ -20,6 +20,8 @@ NESTED = '{"a": "x\\n<y> \\u00e9", "b": [1, -2.5e3, null, {"c": {}}]}'
 
 READ = [
     # format, text, content, calls
+    ("hermes", '<tool_call>{"name":"f"}\n</tool_c', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name":"f"}\n</tool_kit', "</tool_kit", [("f", "{}")]),
     ("hermes", f'Hm.\n<tool_call>\n{{"name": "f", "arguments": {NESTED}}}\n</tool_call>\n', "Hm.", [("f", NESTED)]),
     (
         "hermes",
@@ -191,7 +193,8 @@ def test_calls_over_the_most_are_left_out():
         ("qwen3", False, "<think>\nHm,\n\nyes. \n</think>\n\nYes. ", "Yes. ", "Hm,\n\nyes."),
         ("qwen3", True, "Hm.</think>Yes.", "Yes.", "Hm."),
         ("qwen3", False, " No </think>", " No </think>", ""),
-        ("qwen3", False, "<think>\ncut </thi", "", "cut </thi"),
+        ("qwen3", False, "<think>\ncut </thi", "", "cut"),
+        ("qwen3", False, "<think>\ncut </thin air", "", "cut </thin air"),
         ("qwen3", False, "<think></think>", "", ""),
         ("deepseek_r1", False, "Hm.\n</think>\nYes.", "Yes.", "Hm."),
         ("deepseek_r1", False, "<think>Hm.\n</think>\nYes.", "Yes.", "Hm."),

@@ -71,6 +71,8 @@ def bench(
         from rich.console import Console
 
         Console().print(report.table())
+    if report.failed_requests:
+        raise typer.Exit(1)
 
 
 async def _bench(model: str, workload: Workload, corpus: str, settings: dict[str, Any]) -> Report:

@@ -17,6 +17,7 @@ from pagemill.frontend.outputs import RequestMetrics
 from pagemill.server.logs.output import fields
 from pagemill.server.protocol.anthropic_errors import is_anthropic
 from pagemill.server.protocol.errors import CLIENT_CLOSED_REQUEST, error_answer
+from pagemill.server.protocol.events import CLIENT_GONE
 
 LOGGER = logging.getLogger("pagemill.access")
 REQUEST_ID = "X-Request-Id"
@@ -141,10 +142,12 @@ class AccessLog:
             self._log(scope, state, status, ended - began)
 
     def _log(self, scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
-        level = logging.WARNING if status >= 500 else logging.INFO
+        call: Generating | None = state.get("call")
+        figures = {} if call is None else call.figures()
+        failed = status >= 500 or figures.get("broke_off") not in (None, CLIENT_GONE)
+        level = logging.WARNING if failed else logging.INFO
         if not LOGGER.isEnabledFor(level):
             return
-        call: Generating | None = state.get("call")
         if call is None and not self._lines.allow(status):
             return
         LOGGER.log(
@@ -157,7 +160,7 @@ class AccessLog:
                 method=scope["method"],
                 path=scope["path"][:MAX_PATH],
                 status=status,
-                **({} if call is None else call.figures()),
+                **figures,
                 duration_ms=round(duration_s * 1000, 1),
                 left_out=self._lines.take_left_out(status),
             ),

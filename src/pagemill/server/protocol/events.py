@@ -18,6 +18,8 @@ from pagemill.errors import RequestTimeoutError
 T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
+CLIENT_GONE = "client_gone"
+"""What the log says of a stream that its client has left before its end."""
 
 WRITER = "pagemill.writer"
 """The ASGI extension of connections that have a `Writer` for the running request."""

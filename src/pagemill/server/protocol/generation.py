@@ -248,6 +248,7 @@ class GenerationRequest(Parameters):
         return {
             "prompt": self._BEGINNING if self.fork_of is None else "fork_of",
             "beam_width": "best_of" if "best_of" in self.given else "n",
+            "index": "fork_index",
             "structured_outputs": "structured_outputs" if self.response_format is None else "response_format",
         }
 

@@ -27,7 +27,7 @@ from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.errors import error_response
-from pagemill.server.protocol.events import DONE, EventStream, Writer, event, until_disconnect, until_late
+from pagemill.server.protocol.events import CLIENT_GONE, DONE, EventStream, Writer, event, until_disconnect, until_late
 from pagemill.server.protocol.generation import (
     Answer,
     CompletionTokensDetails,
@@ -92,6 +92,8 @@ class Call(ABC, Generic[R]):
         """One for each prompt."""
         self._timer: asyncio.TimerHandle | None = None
         """Ends the request at its `timeout`."""
+        self._broke_off: str | None = None
+        """Why a stream ended before its answer: the kind of its error, or that its client has gone."""
         self._forked = ""
         """The text that a fork begins with."""
         self._around_text: dict[int, tuple[str, str]] = {}
@@ -157,7 +159,11 @@ class Call(ABC, Generic[R]):
             refused = self.request.in_own_words(error)
             if not begun:
                 raise refused from None
+            self._broke_off = refused.kind
             yield self._failure(refused)
+        except (GeneratorExit, asyncio.CancelledError):
+            self._broke_off = CLIENT_GONE
+            raise
         finally:
             try:
                 await self._close()
@@ -350,6 +356,7 @@ class Call(ABC, Generic[R]):
             "cached_tokens": sum(request.num_cached_tokens for request in requests),
             "completion_tokens": sum(len(each.output.token_ids) for request in requests for each in request.sequences),
             "first_token_ms": None if first_s is None else round((first_s - self._began_s) * 1000, 1),
+            "broke_off": self._broke_off,
         }
 
     def times(self) -> list[RequestMetrics]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from codecs import IncrementalDecoder, getincrementaldecoder
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from pagemill.errors import InvalidRequestError
@@ -14,6 +17,8 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from pagemill.server.protocol.generation import PromptLogprobs
 from pagemill.server.routes.call import Call
+
+IncrementalUTF8 = getincrementaldecoder("utf-8")
 
 
 class Echo(NamedTuple):
@@ -33,6 +38,8 @@ class CompletionCall(Call[CompletionRequest]):
         super().__init__(*args)
         self._offsets: dict[int, int] = {}
         """Positions at which the text of the next token begins, by choice, kept from its first token on."""
+        self._decoders: defaultdict[int, IncrementalDecoder] = defaultdict(partial(IncrementalUTF8, "replace"))
+        """By choice, what knows the characters that are whole."""
         self._echoes: dict[int, Echo] = {}
         """Prompts that have been decoded, by position."""
 
@@ -108,26 +115,30 @@ class CompletionCall(Call[CompletionRequest]):
         """Returns OpenAI's parallel lists. The prompt's first token has no probability: nothing stands before it."""
         lists = CompletionLogprobs()
         for position in positions:
-            token = text = first_token
+            token, written = first_token, first_token.encode()
             logprob: float | None = None
             likely: dict[str, float] | None = None
             if position is not None:
                 named = [(self._name(token_id, entry), entry) for token_id, entry in position.items()]
                 token, chosen = named[0]
                 likely = {}
-                text, logprob = chosen.decoded_token, chosen.logprob
+                written, logprob = self._written(next(iter(position)), chosen), chosen.logprob
                 for name, entry in named:  # the chosen one first: it is none of those that are written alike
                     likely.setdefault(name, entry.logprob)
             lists.tokens.append(token)
             lists.token_logprobs.append(logprob)
             lists.top_logprobs.append(likely)
             lists.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(text)
+            self._offsets[index] += len(self._decoders[index].decode(written))
         return lists
 
     def _name(self, token_id: int, entry: Logprob) -> str:
         """Returns a token's text, or where that is no whole characters its bytes, as OpenAI writes them."""
         if "\ufffd" not in entry.decoded_token:
             return entry.decoded_token
-        raw = self._tokenizer.token_texts.raw(token_id)
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._written(token_id, entry))
+
+    def _written(self, token_id: int, entry: Logprob) -> bytes:
+        """Returns a token's bytes, which may be a part of a character."""
+        text = entry.decoded_token
+        return self._tokenizer.token_texts.raw(token_id) if "\ufffd" in text else text.encode()

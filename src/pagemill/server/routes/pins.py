@@ -45,7 +45,8 @@ class PinBody(Body):
     @model_validator(mode="after")
     def _check_prefix(self) -> PinBody:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError(f"pin {self.name!r} needs either a prompt or messages", param="prompt")
+            has = "neither a prompt nor messages" if self.prompt is None else "a prompt and messages"
+            raise InvalidRequestError(f"pin {self.name!r} has {has}; give one of the two", param="prompt")
         return self
 
     def conversation(self) -> list[dict[str, str]]:

@@ -56,7 +56,8 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("give either a prompt or messages", param="prompt")
+            has = "neither a prompt nor messages" if self.prompt is None else "a prompt and messages"
+            raise InvalidRequestError(f"there is {has}; give one of the two", param="prompt")
         for name in FOR_MESSAGES if self.messages is None else ():
             if name in self.model_fields_set:
                 raise InvalidRequestError(f"{name} is for messages, not for a prompt; leave it out", param=name)

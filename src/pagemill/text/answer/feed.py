@@ -83,15 +83,23 @@ class Feed:
         self._take(self._at + len(word))
         return True
 
-    def before(self, marks: Marks) -> Waiting[tuple[str, str]]:
+    def cut(self, word: str) -> bool:
+        """Takes the rest of a text that has ended within a word, and nothing otherwise."""
+        is_cut = self._ended and self._at < len(self._text) and word.startswith(self._text[self._at :])
+        if is_cut:
+            self._take(len(self._text))
+        return is_cut
+
+    def before(self, marks: Marks, *, drops_cut: bool = False) -> Waiting[tuple[str, str]]:
         """Takes text in which no mark begins, and the mark behind it: "" if that is not certain yet. Both are "" at the
-        end."""
+        end. drops_cut: the text does not have the mark within which it ends."""
         while True:
             match = marks.pattern.search(self._text, self._at)
-            start = match.start() if match else len(self._text) if self._ended else self._open_from(marks)
+            whole = self._ended and not drops_cut
+            start = match.start() if match else len(self._text) if whole else self._open_from(marks)
             if match or start > self._at or self._ended:
                 text = self._text[self._at : start]
-                self._take(match.end() if match else start)
+                self._take(match.end() if match else len(self._text) if self._ended else start)
                 return text, match[0] if match else ""
             yield
 

@@ -1,8 +1,9 @@
 """AnswerReader: splits a model's answer, as it comes, into reasoning, content and tool calls.
 
-What is given depends on the text alone, not on the pieces it comes in. No part of a mark is ever given as content.
-What is written like a call, but is none, is content. A call whose arguments go wrong after they have begun stays as
-far as it came, for it has been given already; the rest is content.
+What is given depends on the text alone, not on the pieces it comes in. No part of a mark is ever given as content, but
+for the beginning of one that would begin a call, where the text ends: nobody knows that it is not content. What is
+written like a call, but is none, is content. A call whose arguments go wrong after they have begun stays as far as it
+came, for it has been given already; the rest is content.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class AnswerReader:
         yield from feed.space()
         ends, held = Marks(form.end), list[str]()
         while True:
-            text, mark = yield from feed.before(ends)
+            text, mark = yield from feed.before(ends, drops_cut=True)
             shown = text.rstrip(_SPACE)
             if shown:
                 self._reasoning += [*held, shown]
@@ -217,7 +218,7 @@ class AnswerReader:
             self._say(feed.take_back())
         if self.num_calls > before:
             space = yield from feed.space()
-            if self._format.end and (yield from feed.literal(self._format.end)):
+            if self._format.end and ((yield from feed.literal(self._format.end)) or feed.cut(self._format.end)):
                 space = ""
             self._space.append(space)
         feed.take_back()
