@@ -201,9 +201,8 @@ def test_a_file_that_is_not_there_is_named(show, tmp_path):
     ],
 )
 def test_what_a_start_refuses_is_shown_as_little(args, message, shows, monkeypatch):
-    for package in ("ray", "opentelemetry"):
-        monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "pagemill.server.logs.traces", raising=False)
+    for module in ("ray", "pagemill.server.logs.traces"):
+        monkeypatch.setitem(sys.modules, module, None)
     given = ["serve", "no-such-model", "--port", "0", *args, *["--show-config"] * shows]
     refused = CliRunner(env={"PAGEMILL_API_KEY": ""}).invoke(app, given).exception
     assert isinstance(refused, ConfigError)

@@ -1,7 +1,5 @@
 """Spans of requests: the whole and its parts, in the trace that the client names; nothing without a collector."""
 
-import sys
-
 import httpx
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -9,11 +7,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from pagemill.cli.serve_checks import check_settings
-from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.frontend.outputs import RequestMetrics
-from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.app import create_app
 from pagemill.server.logs.access_log import AccessLog
 from pagemill.server.logs.output import ServerLogs
@@ -79,11 +74,3 @@ def test_the_service_has_a_name_and_may_be_given_another(monkeypatch):
 def test_an_endpoint_is_a_url():
     with pytest.raises(ConfigError, match="otlp_traces_endpoint is 'collector:4317'; it must be a URL"):
         ServerLogs(otlp_traces_endpoint="collector:4317")
-
-
-def test_without_opentelemetry_the_way_to_it_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pagemill.server.logs.traces", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pagemill\[otel\]'"):
-        check_settings(
-            EngineConfig(model="m"), ServerAccess(), ServerLogs(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
-        )

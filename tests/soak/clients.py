@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,10 @@ class Fate:
         self.statuses: list[int | None] = []
         self._away: list[list[float]] = []
         self._disturbed: list[list[float]] = []
-        self._known: list[tuple[float, bool]] = [(0.0, True)]
-        """Since when the file of tenants has, or has not, the guest's key."""
+        self._known: list[bool] = []
+        """Whether the file of tenants had the guest's key, by its versions."""
+        self._replaced: list[float] = []
+        """When the server was seen to know what has followed each of them."""
         self._write_tenants(True)
         self._ways = [self.kill_engine, self.restart, self.edit_tenants, self.resize, self.shrink]
 
@@ -116,7 +119,7 @@ class Fate:
 
     def edit_tenants(self) -> None:
         """Takes the guest's key away, or gives it back, and changes limits; waits until the server has seen it."""
-        self._write_tenants(with_guest := not self._known[-1][1])
+        self._write_tenants(with_guest := not self._known[-1])
         if self._random.random() < 0.5:
             self.server.process.send_signal(signal.SIGHUP)
         self._wait_until_guest(with_guest)
@@ -146,8 +149,8 @@ class Fate:
         if key != GUEST:
             return True, True
         known = [*self._known]
-        ends = [began_s for began_s, _ in known[1:]] + [float("inf")]
-        states = [is_known for (_, is_known), end_s in zip(known, ends, strict=True) if end_s > since_s - RELOADED_S]
+        ends = chain(self._replaced, repeat(float("inf")))
+        states = [is_known for is_known, end_s in zip(known, ends, strict=False) if end_s > since_s - RELOADED_S]
         return all(states), any(states)
 
     def front(self) -> psutil.Process:
@@ -164,6 +167,7 @@ class Fate:
         while self._takes(GUEST) != is_known:
             assert time.monotonic() < deadline, "the file of tenants is not read again"
             time.sleep(0.1)
+        self._replaced.append(time.monotonic())
 
     def _takes(self, key: str) -> bool:
         answer = httpx.get(f"{self.url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
@@ -178,7 +182,7 @@ class Fate:
         }
         new = self._tenants.with_suffix(".new")
         new.write_text(json.dumps({"admin_keys": [ADMIN], "tenants": owners}))
-        self._known.append((time.monotonic(), with_guest))
+        self._known.append(with_guest)
         new.replace(self._tenants)
 
     def _set_size(self, size: str) -> None:

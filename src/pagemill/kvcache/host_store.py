@@ -100,15 +100,15 @@ class HostTier(ABC, Generic[Content]):
 
     def _make_room(self) -> list[tuple[bytes, int]]:
         """Lets blocks leave until the rest has room, and returns them."""
-        gone = []
+        gone, spared = [], Counter[str]()
         while (excess := self._charged.total() - self.shares.size) > 0:
             tenant, amount = self.shares.loser(self._charged, excess)
-            order, spared = self._order[tenant], 0
+            order = self._order[tenant]
             while amount > 0:
                 block = next(iter(order))
-                if block[0] in self._wanted and spared < min(len(order), MOST_SPARED):
+                if block[0] in self._wanted and spared[tenant] < min(len(order), MOST_SPARED):
                     order.move_to_end(block)
-                    spared += 1
+                    spared[tenant] += 1
                     continue
                 del order[block]
                 self._leaving[block] = self._held.pop(block)
