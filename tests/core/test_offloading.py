@@ -324,18 +324,23 @@ def test_room_is_foreseen_unless_host_memory_holds_as_much_as_the_pool(crowd, ma
     ],
     ids=str,
 )
-def test_beside_a_gpu_what_is_preempted_has_room_in_host_memory(
-    crowd, make_engine, monkeypatch, blocks, free, gpus, settings
+def test_host_memory_of_the_pools_size_is_the_default_beside_a_gpu(
+    make_engine, monkeypatch, blocks, free, gpus, settings
 ):
-    """By default, if half of what is free, shared with the machine's other GPUs, holds as much as the pool."""
-    requests, expected = crowd
+    """If half of what is free, shared with the machine's other GPUs, has room for it."""
     monkeypatch.setattr(engine_tiers, "host_memory", lambda: (free * FRAME_BYTES, 1 << 40))
     monkeypatch.setattr(engine_tiers, "num_gpus", lambda: gpus)
-    core = make_engine(**SMALL | {"max_num_seqs": 6, "own_memory": True} | settings)
+    core = make_engine(**SMALL | {"own_memory": True} | settings)
     assert core.ready.host_bytes == blocks * FRAME_BYTES
     assert ("MiB of host memory for evicted blocks" in core.ready.description) == (blocks > 0)
+    core.close()
+
+
+def test_beside_a_gpu_what_is_preempted_goes_to_host_memory_by_default(crowd, make_engine):
+    requests, expected = crowd
+    core = make_engine(**SMALL | {"max_num_seqs": 6, "own_memory": True})
     assert drive(core, requests).tokens == expected.tokens
-    assert core.stats().tier_blocks == ({"host": blocks} if blocks else {})
+    assert core.stats().tier_blocks == {"host": 30}
     core.close()
 
 
