@@ -348,14 +348,33 @@ def test_a_minute_allows_so_many_requests_and_tokens(server):
         with wild.stream("POST", "/completions", json={**body, "stream": True}) as stream:
             assert stream.headers["x-ratelimit-remaining-requests"] == "1"
             stream.read()
-        refused = wild.post("/completions", json={**body, "prompt": ["one", "two", "three"]})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert 1 <= int(refused.headers["retry-after"]) <= 21
-        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-        assert "requests_per_minute" in refused.json()["error"]["message"]
+        texts = ["one", "two", "three"]
+        for path, param, how in (("/completions", "prompt", {"max_tokens": 1}), ("/embeddings", "input", {})):
+            refused = wild.post(path, json={**how, param: texts})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert 20 < int(refused.headers["retry-after"]) <= 40
+            assert refused.headers["x-ratelimit-remaining-requests"] == "1"
+            assert "requests_per_minute, and this has 3 prompts" in refused.json()["error"]["message"]
+            never = wild.post(path, json={**how, param: [*texts, "four"]})
+            assert (never.status_code, never.json()["error"]["param"]) == (400, param)
+            assert "send at most 3 at a time" in never.json()["error"]["message"]
         assert admin.put("/tenants/wild", json={"max_waiting": 30, "tokens_per_minute": 10}).status_code == 200
         assert wild.post("/completions", json={**body, "max_tokens": 20}).status_code == 200
         refused = wild.post("/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
         assert "the 10 of its tokens_per_minute" in refused.json()["error"]["message"]
         assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200
         assert "x-ratelimit-limit-requests" not in wild.post("/completions", json=body).headers
+
+
+def test_the_prompts_of_a_call_are_counted_together(server):
+    ways = (("/completions", "prompt", {"max_tokens": 1}, 11), ("/embeddings", "input", {}, 12))
+    with api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        for path, name, how, tokens in ways:
+            limits = {"requests_per_minute": tokens, "tokens_per_minute": tokens, "max_waiting": 30}
+            assert admin.put("/tenants/wild", json=limits).status_code == 200
+            taken = wild.post(path, json={**how, name: ["more tokens than a minute has " * 9, "two", "three"]})
+            assert (taken.status_code, taken.headers["x-ratelimit-remaining-requests"]) == (200, str(tokens - 3))
+        assert admin.put("/tenants/wild", json={"requests_per_minute": 5, "max_waiting": 30}).status_code == 200
+        wrong = wild.post("/completions", json={"prompt": ["one", "", "three"], "max_tokens": 1})
+        assert (wrong.status_code, wrong.headers["x-ratelimit-remaining-requests"]) == (400, "4")
+        assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200

@@ -24,7 +24,7 @@ from pagemill.errors import (
 from pagemill.frontend.client import EngineClient
 from pagemill.frontend.input_processor import InputProcessor, Prompt, as_mapping, size_of
 from pagemill.frontend.outputs import RunningRequest
-from pagemill.frontend.rates import Rates
+from pagemill.frontend.rates import Charge, Rates
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.running_requests import RunningRequests
 from pagemill.frontend.session_turns import SessionTurns
@@ -75,19 +75,25 @@ class Frontend(RunningRequests):
         request_id: str | None = None,
         *,
         lora_request: LoRARequest | None = None,
+        charge: Charge | None = None,
         **how: Any,
     ) -> RequestState:
         """Returns a request that can be started. Takes and raises what `InputProcessor.process` does, and raises
         `RateLimitError` and `TooManyWaitingError`.
 
-        lora_request: an adapter, which is loaded first if it is not loaded yet.
+        lora_request: an adapter, which is loaded first if it is not loaded yet. charge: that of its call; None for a
+        request of its own.
         """
         owner, request_id = Namespace(how.get("tenant", DEFAULT_TENANT)).tenant, self.new_request_id(request_id)
-        self.rates.check(owner)
+        if charge is None:
+            self.rates.check(owner)
         self.worker.require_room(owner)
         if (adapter := await self._adapter(lora_request)) is not None:
             how["adapter"] = adapter.number
-        return await self.worker.run_for(owner, size_of(prompt), self.inputs.process, prompt, params, request_id, **how)
+        size = size_of(prompt)
+        request = await self.worker.run_for(owner, size, self.inputs.process, prompt, params, request_id, **how)
+        request.charge = charge
+        return request
 
     async def prepare_fork(
         self, origin: RequestState, index: int, params: Params | None, request_id: str | None, *, priority: int
@@ -155,7 +161,8 @@ class Frontend(RunningRequests):
         """Sends a prepared request to the engine. Raises `InvalidRequestError` or `EngineDeadError`."""
         try:
             self.sleep.check_awake()
-            self.rates.begin(request.space.tenant, len(request.prompt_token_ids))
+            request.charge = request.charge or self.rates.charge(request.space.tenant)
+            request.charge.use(len(request.prompt_token_ids))
             self.begin(request)
         except BaseException:
             self.end_turn(request)
