@@ -1,10 +1,11 @@
 """Requests and tokens per minute by tenant."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
-from pagemill.errors import InvalidRequestError, RateLimitError
+from pagemill.errors import InvalidRequestError, RateLimitError, TooManyWaitingError
 from pagemill.frontend import rates as module
 from pagemill.frontend.rates import Rates
 from pagemill.tenant_limits import TenantLimits
@@ -95,6 +96,14 @@ def test_prompts_that_never_begin_are_given_back(clock):
     with rates.charge("a", 5) as charge:
         charge.use(1)
     assert rates.status("a")["requests"].remaining == 5
+
+
+def test_a_call_that_may_not_even_wait_takes_nothing(clock):
+    rates = Rates({"a": TenantLimits(requests_per_minute=6, tokens_per_minute=600)})
+    with contextlib.suppress(TooManyWaitingError), rates.charge("a", 5) as charge:
+        charge.use(70)
+        raise TooManyWaitingError("the third of them finds no room")
+    assert [status.remaining for status in rates.status("a").values()] == [6, 600]
 
 
 def test_limits_change(clock):

@@ -44,7 +44,7 @@ from pagemill.namespace import Namespace
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.sessions.record import SessionRecord
 from pagemill.sessions.store import SessionStore
-from pagemill.tenant_limits import DEFAULT_TENANT
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 
 
@@ -271,13 +271,14 @@ class AsyncLLM(AsyncControls):
                 pass
         return embedding_of(request)
 
-    async def charge(self, num_prompts: int, *, tenant: str = DEFAULT_TENANT) -> Charge:
+    async def charge(self, num_prompts: int, *, width: int | None = None, tenant: str = DEFAULT_TENANT) -> Charge:
         """Counts the prompts of one call against its tenant's limits per minute, all at once, before the first of them
         is submitted within the charge's context.
 
-        Raises `RateLimitError` if not all can begin now, `InvalidRequestError` if they never can, and counts nothing.
+        width: sequences of each, where all prompts are submitted before any has ended. Raises `RateLimitError` if not
+        all can begin now, `InvalidRequestError` children if they never can, and counts nothing.
         """
-        return (await self._ready()).rates.charge(tenant, num_prompts)
+        return (await self._ready()).charge(tenant, num_prompts, width)
 
     async def fork(
         self,
@@ -353,6 +354,10 @@ class AsyncLLM(AsyncControls):
     def rates(self, tenant: str) -> dict[str, RateStatus]:
         """Returns a tenant's limits on requests and tokens per minute as they stand, those that it has."""
         return {} if self._frontend is None else self._frontend.rates.status(tenant)
+
+    def limits(self, tenant: str) -> TenantLimits:
+        """Returns a tenant's limits as they stand; none until the model is loaded."""
+        return TenantLimits() if self._frontend is None else self._frontend.tenants.get(tenant, TenantLimits())
 
     # --- inside ---
 

@@ -19,6 +19,7 @@ from pagemill.errors import (
     ConfigError,
     InvalidRequestError,
     PinNotFoundError,
+    RequestTooLargeError,
     shown,
 )
 from pagemill.frontend.client import EngineClient
@@ -67,6 +68,24 @@ class Frontend(RunningRequests):
         self.sleep = Sleep(client)
 
     # --- requests ---
+
+    def charge(self, tenant: str, num_prompts: int, width: int | None = None) -> Charge:
+        """Counts the prompts of one call against its tenant's minute. Raises what `Rates.charge` does.
+
+        width: sequences of each prompt, where all are started before any has ended: raises `RequestTooLargeError` if
+        their tenant may not have so many running and waiting, even if it has no others.
+        """
+        limits, rows = self.tenants.get(tenant, TenantLimits()), self.client.max_num_seqs
+        if width is not None and limits.max_waiting and rows:  # else one alone is refused too, or waits for an engine
+            most = limits.number("max_running", rows, least=1)
+            running = max(1, (rows if most is None else min(most, rows)) // width)
+            if num_prompts > (places := running + limits.max_waiting):
+                raise RequestTooLargeError(
+                    f"this has {num_prompts} prompts, and tenant {tenant!r} may have {running} of them running and "
+                    f"{limits.max_waiting} waiting (max_waiting); send at most {places} at a time, or raise its limits",
+                    param="prompt",
+                )
+        return self.rates.charge(tenant, num_prompts)
 
     async def prepare(
         self,
@@ -164,7 +183,8 @@ class Frontend(RunningRequests):
             request.charge = request.charge or self.rates.charge(request.space.tenant)
             request.charge.use(len(request.prompt_token_ids))
             self.begin(request)
-        except BaseException:
+        except BaseException as error:
+            self.uncharge(request, error)
             self.end_turn(request)
             raise
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import NamedTuple
 
-from pagemill.errors import InvalidRequestError, RateLimitError
+from pagemill.errors import InvalidRequestError, RateLimitError, TooManyWaitingError
 from pagemill.tenant_limits import TenantLimits
 
 MINUTE_S = 60.0
@@ -121,18 +121,26 @@ class Rates:
 class Charge:
     """The requests of one call that have been counted, each of which one of its prompts uses.
 
-    Those that no prompt has used when its context ends are given back.
+    Those that no prompt has used when its context ends are given back; all, and their tokens, if too many wait.
     """
 
     def __init__(self, rates: Rates, tenant: str, num_requests: int) -> None:
         self._rates = rates
         self._tenant = tenant
-        self._unused = num_requests
+        self._num_requests = num_requests
+        self._num_used = 0
+        self._num_tokens = 0
 
     def use(self, num_tokens: int) -> None:
         """Counts a prompt's tokens, as it begins."""
-        self._unused -= 1
+        self._num_used += 1
+        self._num_tokens += num_tokens
         self._rates.spend(self._tenant, num_tokens)
+
+    def give_back(self) -> None:
+        """Takes back all that has been counted."""
+        self._rates.spend(self._tenant, -self._num_tokens, -self._num_requests)
+        self._num_requests = self._num_used = self._num_tokens = 0
 
     def __enter__(self) -> Charge:
         return self
@@ -140,5 +148,7 @@ class Charge:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._rates.spend(self._tenant, 0, -self._unused)
-        self._unused = 0
+        if isinstance(error, TooManyWaitingError):
+            self.give_back()
+        self._rates.spend(self._tenant, 0, self._num_used - self._num_requests)
+        self._num_requests = self._num_used

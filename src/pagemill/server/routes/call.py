@@ -245,7 +245,8 @@ class Call(ABC, Generic[R]):
         elif len(prompts := await self._prompts()) == 1:
             await self._send(prompts[0], params, self._id)
         else:
-            with await self._llm.charge(len(prompts), tenant=self._tenant) as charge:
+            width = request.num_sequences
+            with await self._llm.charge(len(prompts), width=width, tenant=self._tenant) as charge:
                 for position, prompt in enumerate(prompts):
                     await self._send(prompt, params, f"{self._id}-{position}", charge)
 

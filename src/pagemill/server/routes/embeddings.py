@@ -31,7 +31,7 @@ from pagemill.server.routes.models import ServedModels
 MAX_INPUTS = 2048
 """Inputs of one request."""
 AT_ONCE = 64
-"""Inputs of one request that wait or run at the same time: more than a step takes."""
+"""Inputs of one request that wait or run at the same time, or as many as may wait: more than a step takes."""
 
 
 class EmbeddingRequest(Body):
@@ -143,11 +143,13 @@ async def _answer(
             written[index] = (b"," if index else b"") + entry
             done.num_tokens += len(found.prompt_token_ids)
 
+    most_waiting = llm.limits(how["tenant"]).max_waiting
+    at_once = min(AT_ONCE, len(prompts), AT_ONCE if most_waiting is None else max(1, most_waiting))
     workers: list[asyncio.Future[None]] = []
     try:
         counted = await llm.charge(len(prompts), tenant=how["tenant"]) if len(prompts) > 1 else contextlib.nullcontext()
         with counted as charge:
-            workers += [asyncio.ensure_future(work(charge)) for _ in range(min(AT_ONCE, len(prompts)))]
+            workers += [asyncio.ensure_future(work(charge)) for _ in range(at_once)]
             await asyncio.gather(*workers)
     except PoolTooSmallError as error:
         raise PromptTooLongError(error.message, param="input") from None
