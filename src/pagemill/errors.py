@@ -45,7 +45,7 @@ class UnknownArgumentError(InvalidRequestError, TypeError):
     def of(cls, owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
         names, name = sorted(set(known)), name[:LONGEST_NAME]
         near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(names)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(names) or 'none'}"
         return cls(f"{owner} has no argument {name!r}; {hint}", param=name)
 
 

@@ -169,6 +169,7 @@ def test_a_sequence_that_has_been_ended_does_not_go_on_where_its_request_begins_
 def test_a_tenants_limit_holds_over_all_replicas_and_the_next_goes_when_one_ends(monkeypatch):
     async def scenario(fleet, links, frontend):
         await fleet.ask(SetTenant("team", TenantLimits(max_running=2, max_waiting=1)))
+        assert fleet.max_num_seqs == 2 * fleet.facts.max_num_seqs
         for number in range(5):
             fleet.submit(request(f"team{number}", tenant="team"))
             fleet.submit(request(f"other{number}"))

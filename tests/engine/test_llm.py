@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from pagemill import LLM, BeamSearchParams, SamplingParams, errors
+from pagemill import LLM, BeamSearchParams, SamplingParams, TenantLimits, errors
 from waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -358,3 +358,14 @@ def test_ctrl_c_ends_the_call_and_gives_everything_back(llm):
 def test_truth_values_are_no_token_ids(llm):
     with pytest.raises(errors.InvalidRequestError, match=r"must be a list of integers, not \[True, 5\]"):
         llm.generate([[True, 5]], GREEDY, use_tqdm=False)
+
+
+def test_a_prompt_that_may_not_even_wait_is_not_counted_against_its_minute(llm):
+    llm.set_tenant("default", TenantLimits(max_waiting=0, requests_per_minute=5, tokens_per_minute=100))
+    try:
+        with pytest.raises(errors.TooManyWaitingError):
+            llm.generate("x", GREEDY, use_tqdm=False)
+        left = {name: status.remaining for name, status in llm.frontend.rates.status("default").items()}
+    finally:
+        llm.set_tenant("default", TenantLimits())
+    assert left == {"requests": 5, "tokens": 100}

@@ -26,6 +26,7 @@ FILE = {
 }
 ADMIN = {"Authorization": "Bearer sk-admin"}
 PROMPTS = [f"{number}. The history of paging begins with the Atlas computer, which" for number in range(3)]
+ENDLESS = {"prompt": PROMPTS[0], "max_tokens": 240, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -319,9 +320,8 @@ def test_keys_are_kept_as_digests(tmp_path):
 
 
 def test_a_running_request_is_its_tenants(server):
-    body = {"prompt": PROMPTS[0], "max_tokens": 300, "ignore_eos": True}
     calm, wild = api(server, "sk-calm"), api(server, "sk-wild")
-    with calm, wild, calm.stream("POST", "/completions", json={**body, "stream": True}) as response:
+    with calm, wild, calm.stream("POST", "/completions", json={**ENDLESS, "stream": True}) as response:
         lines = response.iter_lines()
         name = json.loads(next(lines).removeprefix("data: "))["id"]
         assert [card["id"] for card in calm.get("/requests").json()["data"]] == [name]
@@ -348,14 +348,66 @@ def test_a_minute_allows_so_many_requests_and_tokens(server):
         with wild.stream("POST", "/completions", json={**body, "stream": True}) as stream:
             assert stream.headers["x-ratelimit-remaining-requests"] == "1"
             stream.read()
-        refused = wild.post("/completions", json={**body, "prompt": ["one", "two", "three"]})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert 1 <= int(refused.headers["retry-after"]) <= 21
-        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-        assert "requests_per_minute" in refused.json()["error"]["message"]
+        texts = ["one", "two", "three"]
+        for path, param, how in (("/completions", "prompt", {"max_tokens": 1}), ("/embeddings", "input", {})):
+            refused = wild.post(path, json={**how, param: texts})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert 20 < int(refused.headers["retry-after"]) <= 40
+            assert refused.headers["x-ratelimit-remaining-requests"] == "1"
+            assert "requests_per_minute, and this has 3 prompts" in refused.json()["error"]["message"]
+            never = wild.post(path, json={**how, param: [*texts, "four"]})
+            assert (never.status_code, never.json()["error"]["param"]) == (400, param)
+            assert "send at most 3 at a time" in never.json()["error"]["message"]
         assert admin.put("/tenants/wild", json={"max_waiting": 30, "tokens_per_minute": 10}).status_code == 200
         assert wild.post("/completions", json={**body, "max_tokens": 20}).status_code == 200
         refused = wild.post("/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
         assert "the 10 of its tokens_per_minute" in refused.json()["error"]["message"]
         assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200
         assert "x-ratelimit-limit-requests" not in wild.post("/completions", json=body).headers
+
+
+def test_the_prompts_of_a_call_are_counted_together(server):
+    ways = (("/completions", "prompt", {"max_tokens": 1}, 11), ("/embeddings", "input", {}, 12))
+    with api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        for path, name, how, tokens in ways:
+            limits = {"requests_per_minute": tokens, "tokens_per_minute": tokens, "max_waiting": 30}
+            assert admin.put("/tenants/wild", json=limits).status_code == 200
+            taken = wild.post(path, json={**how, name: ["more tokens than a minute has " * 9, "two", "three"]})
+            assert (taken.status_code, taken.headers["x-ratelimit-remaining-requests"]) == (200, str(tokens - 3))
+        assert admin.put("/tenants/wild", json={"requests_per_minute": 5, "max_waiting": 30}).status_code == 200
+        wrong = wild.post("/completions", json={"prompt": ["one", "", "three"], "max_tokens": 1})
+        assert (wrong.status_code, wrong.headers["x-ratelimit-remaining-requests"]) == (400, "4")
+        assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200
+
+
+def test_more_prompts_than_may_run_and_wait_are_refused_for_good(server):
+    limits = {"max_running": 1, "max_waiting": 2, "requests_per_minute": 100, "tokens_per_minute": 10_000}
+    body = {"prompt": ["one", "two", "three"], "max_tokens": 1}
+    left = [f"x-ratelimit-remaining-{what}" for what in ("requests", "tokens")]
+    with api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        assert admin.put("/tenants/wild", json=limits).status_code == 200
+        never = wild.post("/completions", json={**body, "prompt": PROMPTS * 3})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
+        words = "9 prompts, and tenant 'wild' may have 1 of them running and 2 waiting (max_waiting); send at most 3 at"
+        assert words in never.json()["error"]["message"]
+        assert [never.headers[name] for name in left] == ["100", "10000"]
+        assert wild.post("/completions", json=body).status_code == 200
+        inputs = wild.post("/embeddings", json={"input": PROMPTS * 3})
+        assert inputs.status_code == 200
+        assert 88 <= int(inputs.headers[left[0]]) < 95
+        with wild.stream("POST", "/completions", json={**ENDLESS, "stream": True}) as stream:
+            before = [int(stream.headers[name]) for name in left]
+            lines = stream.iter_lines()
+            next(lines)
+            later = wild.post("/completions", json=body)
+            assert (later.status_code, later.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert all(int(later.headers[name]) >= least for name, least in zip(left, before, strict=True))
+        assert admin.put("/tenants/wild", json={**limits, "max_running": 4, "max_waiting": 1}).status_code == 200
+        pairs = wild.post("/completions", json={**body, "prompt": PROMPTS + PROMPTS[:1], "n": 2, "temperature": 1})
+        assert "2 of them running and 1 waiting (max_waiting); send at most 3" in pairs.json()["error"]["message"]
+        assert wild.post("/completions", json={**body, "n": 2}).status_code == 200
+        assert admin.put("/tenants/wild", json={"max_waiting": 0, "requests_per_minute": 5}).status_code == 200
+        for asked in (body, {**body, "prompt": "one"}):
+            refused = wild.post("/completions", json=asked)
+            assert (refused.status_code, refused.headers[left[0]]) == (429, "5")
+        assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200

@@ -120,6 +120,10 @@ class Fleet:
         assert self._facts is not None
         return self._facts
 
+    @property
+    def max_num_seqs(self) -> int:
+        return sum(link.facts.max_num_seqs for link in self._serving() if link.facts)
+
     async def load(self, on_progress: Callable[[int, int], None]) -> None:
         """Waits until one replica is there. Raises why there will be none."""
         self._loop = asyncio.get_running_loop()
@@ -148,7 +152,7 @@ class Fleet:
         if request.seed is None and request.params.seed is None:
             request.seed = self._random.getrandbits(63)  # here, so that each replica that it is sent to takes the same
         try:
-            self._tenancy.check(request.tenant, sum(link.facts.max_num_seqs for link in self._serving() if link.facts))
+            self._tenancy.check(request.tenant, self.max_num_seqs)
         except TooManyWaitingError as refusal:
             self._incoming.put_nowait(refusals(request, refusal))
             return

@@ -32,7 +32,7 @@ from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
 from pagemill.frontend.pooling import EmbeddingRequestOutput, embedding_of
 from pagemill.frontend.process_client import ProcessClient
-from pagemill.frontend.rates import RateStatus
+from pagemill.frontend.rates import Charge, RateStatus
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
@@ -44,7 +44,7 @@ from pagemill.namespace import Namespace
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.sessions.record import SessionRecord
 from pagemill.sessions.store import SessionStore
-from pagemill.tenant_limits import DEFAULT_TENANT
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 
 
@@ -240,9 +240,11 @@ class AsyncLLM(AsyncControls):
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         lora_request: LoRARequest | None = None,
+        charge: Charge | None = None,
     ) -> RequestStream:
-        """Returns the answer as `generate` yields it, once the request is checked and under way."""
-        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        """Returns the answer as `generate` yields it, once the request is checked and under way. charge: that of the
+        call that it belongs to, see `charge`."""
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request, "charge": charge}
         how["arrival_s"] = time.monotonic()
         frontend = await self._ready()
         return RequestStream(frontend, await frontend.prepare(prompt, sampling_params, request_id, **how))
@@ -256,9 +258,10 @@ class AsyncLLM(AsyncControls):
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         lora_request: LoRARequest | None = None,
+        charge: Charge | None = None,
     ) -> EmbeddingRequestOutput:
-        """Returns the embedding of a prompt; see `LLM.embed`. Raises what `generate` raises."""
-        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        """Returns the embedding of a prompt; see `LLM.embed`. Raises what `generate` raises. charge: as in `submit`."""
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request, "charge": charge}
         how["arrival_s"] = time.monotonic()
         frontend = await self._ready()
         pooling = PoolingParams() if pooling_params is None else pooling_params
@@ -267,6 +270,15 @@ class AsyncLLM(AsyncControls):
             async for _ in stream:
                 pass
         return embedding_of(request)
+
+    async def charge(self, num_prompts: int, *, width: int | None = None, tenant: str = DEFAULT_TENANT) -> Charge:
+        """Counts the prompts of one call against its tenant's limits per minute, all at once, before the first of them
+        is submitted within the charge's context.
+
+        width: sequences of each, where all prompts are submitted before any has ended. Raises `RateLimitError` if not
+        all can begin now, `InvalidRequestError` children if they never can, and counts nothing.
+        """
+        return (await self._ready()).charge(tenant, num_prompts, width)
 
     async def fork(
         self,
@@ -342,6 +354,10 @@ class AsyncLLM(AsyncControls):
     def rates(self, tenant: str) -> dict[str, RateStatus]:
         """Returns a tenant's limits on requests and tokens per minute as they stand, those that it has."""
         return {} if self._frontend is None else self._frontend.rates.status(tenant)
+
+    def limits(self, tenant: str) -> TenantLimits:
+        """Returns a tenant's limits as they stand; none until the model is loaded."""
+        return TenantLimits() if self._frontend is None else self._frontend.tenants.get(tenant, TenantLimits())
 
     # --- inside ---
 

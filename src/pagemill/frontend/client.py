@@ -26,6 +26,10 @@ class EngineClient(Protocol):
     def facts(self) -> EngineReady:
         """Returns the engine's present facts. The front end keeps no other copy."""
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Returns how many sequences run at once, over all engines behind this client."""
+
     def submit(self, request: EngineRequest) -> None:
         """Queues a request. Raises `InvalidRequestError` for one that cannot be sent."""
 
@@ -97,6 +101,10 @@ class InlineClient:
     @property
     def facts(self) -> EngineReady:
         return self.core.ready
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.facts.max_num_seqs
 
     def submit(self, request: EngineRequest) -> None:
         self.core.add_request(request)

@@ -19,12 +19,13 @@ from pagemill.errors import (
     ConfigError,
     InvalidRequestError,
     PinNotFoundError,
+    RequestTooLargeError,
     shown,
 )
 from pagemill.frontend.client import EngineClient
 from pagemill.frontend.input_processor import InputProcessor, Prompt, as_mapping, size_of
 from pagemill.frontend.outputs import RunningRequest
-from pagemill.frontend.rates import Rates
+from pagemill.frontend.rates import Charge, Rates
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.running_requests import RunningRequests
 from pagemill.frontend.session_turns import SessionTurns
@@ -68,6 +69,24 @@ class Frontend(RunningRequests):
 
     # --- requests ---
 
+    def charge(self, tenant: str, num_prompts: int, width: int | None = None) -> Charge:
+        """Counts the prompts of one call against its tenant's minute. Raises what `Rates.charge` does.
+
+        width: sequences of each prompt, where all are started before any has ended: raises `RequestTooLargeError` if
+        their tenant may not have so many running and waiting, even if it has no others.
+        """
+        limits, rows = self.tenants.get(tenant, TenantLimits()), self.client.max_num_seqs
+        if width is not None and limits.max_waiting and rows:  # else one alone is refused too, or waits for an engine
+            most = limits.number("max_running", rows, least=1)
+            running = max(1, (rows if most is None else min(most, rows)) // width)
+            if num_prompts > (places := running + limits.max_waiting):
+                raise RequestTooLargeError(
+                    f"this has {num_prompts} prompts, and tenant {tenant!r} may have {running} of them running and "
+                    f"{limits.max_waiting} waiting (max_waiting); send at most {places} at a time, or raise its limits",
+                    param="prompt",
+                )
+        return self.rates.charge(tenant, num_prompts)
+
     async def prepare(
         self,
         prompt: Prompt,
@@ -75,19 +94,25 @@ class Frontend(RunningRequests):
         request_id: str | None = None,
         *,
         lora_request: LoRARequest | None = None,
+        charge: Charge | None = None,
         **how: Any,
     ) -> RequestState:
         """Returns a request that can be started. Takes and raises what `InputProcessor.process` does, and raises
         `RateLimitError` and `TooManyWaitingError`.
 
-        lora_request: an adapter, which is loaded first if it is not loaded yet.
+        lora_request: an adapter, which is loaded first if it is not loaded yet. charge: that of its call; None for a
+        request of its own.
         """
         owner, request_id = Namespace(how.get("tenant", DEFAULT_TENANT)).tenant, self.new_request_id(request_id)
-        self.rates.check(owner)
+        if charge is None:
+            self.rates.check(owner)
         self.worker.require_room(owner)
         if (adapter := await self._adapter(lora_request)) is not None:
             how["adapter"] = adapter.number
-        return await self.worker.run_for(owner, size_of(prompt), self.inputs.process, prompt, params, request_id, **how)
+        size = size_of(prompt)
+        request = await self.worker.run_for(owner, size, self.inputs.process, prompt, params, request_id, **how)
+        request.charge = charge
+        return request
 
     async def prepare_fork(
         self, origin: RequestState, index: int, params: Params | None, request_id: str | None, *, priority: int
@@ -155,9 +180,11 @@ class Frontend(RunningRequests):
         """Sends a prepared request to the engine. Raises `InvalidRequestError` or `EngineDeadError`."""
         try:
             self.sleep.check_awake()
-            self.rates.begin(request.space.tenant, len(request.prompt_token_ids))
+            request.charge = request.charge or self.rates.charge(request.space.tenant)
+            request.charge.use(len(request.prompt_token_ids))
             self.begin(request)
-        except BaseException:
+        except BaseException as error:
+            self.uncharge(request, error)
             self.end_turn(request)
             raise
 

@@ -76,6 +76,10 @@ class ProcessClient:
         assert self._facts is not None
         return self._facts
 
+    @property
+    def max_num_seqs(self) -> int:
+        return self.facts.max_num_seqs
+
     async def load(self, on_progress: Callable[[int, int], None]) -> None:
         """Attaches to the running event loop, and waits until the engine is loaded. Raises what kept it from that."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._child.socket)

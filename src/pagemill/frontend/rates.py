@@ -2,7 +2,8 @@
 
 Each limit is a store that fills evenly, up to what a minute allows. A request takes one of the first and its prompt's
 tokens of the second, at its start; its answer's tokens are taken at its end, when they are known. So the second may
-fall below nothing, and what follows waits until it has filled again.
+fall below nothing, and what follows waits until it has filled again. A call of several prompts takes one of the first
+for each, all before its first prompt starts.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from types import TracebackType
 from typing import NamedTuple
 
-from pagemill.errors import RateLimitError
+from pagemill.errors import InvalidRequestError, RateLimitError, TooManyWaitingError
 from pagemill.tenant_limits import TenantLimits
 
 MINUTE_S = 60.0
@@ -40,6 +42,7 @@ class _Store:
         return self._left
 
     def take(self, amount: int) -> None:
+        """Takes so much; below 0, it is given back."""
         self._left = self.left - amount
 
     def seconds_until(self, amount: float) -> float:
@@ -67,31 +70,42 @@ class Rates:
             elif tenant not in stores or stores[tenant].limit != limit:
                 stores[tenant] = _Store(limit)
 
-    def check(self, tenant: str) -> None:
-        """Raises RateLimitError for a request that cannot begin now."""
+    def check(self, tenant: str, num_requests: int = 1) -> None:
+        """Raises RateLimitError for requests that cannot all begin now, InvalidRequestError for more of them than a
+        minute allows."""
         for name, stores, least in (
-            ("requests_per_minute", self._requests, 1.0),
-            ("tokens_per_minute", self._tokens, 1.0),
+            ("requests_per_minute", self._requests, num_requests),
+            ("tokens_per_minute", self._tokens, 1),
         ):
             store = stores.get(tenant)
-            if store is not None and (wait_s := store.seconds_until(least)) > 0:
+            if store is None:
+                continue
+            if least > store.limit:
+                raise InvalidRequestError(
+                    f"this has {least} prompts, each of which counts as a request, and {name} of tenant {tenant!r} is "
+                    f"{store.limit}; send at most {store.limit} at a time, or raise that limit",
+                    param="prompt",
+                )
+            if (wait_s := store.seconds_until(least)) > 0:
+                used = "used up" if least == 1 else f"{math.floor(max(store.left, 0))} left of"
+                counts = "" if least == 1 else f", and this has {least} prompts"
                 raise RateLimitError(
-                    f"tenant {tenant!r} has used up the {store.limit} of its {name}; send this again in "
+                    f"tenant {tenant!r} has {used} the {store.limit} of its {name}{counts}; send this again in "
                     f"{math.ceil(wait_s)} s",
                     retry_after_s=wait_s,
                 )
 
-    def begin(self, tenant: str, num_tokens: int) -> None:
-        """Counts a request and its prompt's tokens. Raises RateLimitError, and counts nothing, if it cannot begin."""
-        self.check(tenant)
-        if tenant in self._requests:
-            self._requests[tenant].take(1)
-        self.spend(tenant, num_tokens)
+    def charge(self, tenant: str, num_requests: int = 1) -> Charge:
+        """Counts the requests of one call. Raises what `check` raises, and then counts nothing."""
+        self.check(tenant, num_requests)
+        self.spend(tenant, 0, num_requests)
+        return Charge(self, tenant, num_requests)
 
-    def spend(self, tenant: str, num_tokens: int) -> None:
-        """Counts tokens, whatever is left."""
-        if tenant in self._tokens:
-            self._tokens[tenant].take(num_tokens)
+    def spend(self, tenant: str, num_tokens: int, num_requests: int = 0) -> None:
+        """Counts tokens and requests, whatever is left; those below 0 are given back."""
+        for stores, amount in ((self._tokens, num_tokens), (self._requests, num_requests)):
+            if tenant in stores:
+                stores[tenant].take(amount)
 
     def status(self, tenant: str) -> dict[str, RateStatus]:
         """Returns the tenant's limits as they stand: "requests", "tokens", or neither."""
@@ -102,3 +116,39 @@ class Rates:
             if (store := stores.get(tenant)) is not None:
                 left = max(math.floor(store.left), 0)
                 yield name, RateStatus(store.limit, left, store.seconds_until(store.limit))
+
+
+class Charge:
+    """The requests of one call that have been counted, each of which one of its prompts uses.
+
+    Those that no prompt has used when its context ends are given back; all, and their tokens, if too many wait.
+    """
+
+    def __init__(self, rates: Rates, tenant: str, num_requests: int) -> None:
+        self._rates = rates
+        self._tenant = tenant
+        self._num_requests = num_requests
+        self._num_used = 0
+        self._num_tokens = 0
+
+    def use(self, num_tokens: int) -> None:
+        """Counts a prompt's tokens, as it begins."""
+        self._num_used += 1
+        self._num_tokens += num_tokens
+        self._rates.spend(self._tenant, num_tokens)
+
+    def give_back(self) -> None:
+        """Takes back all that has been counted."""
+        self._rates.spend(self._tenant, -self._num_tokens, -self._num_requests)
+        self._num_requests = self._num_used = self._num_tokens = 0
+
+    def __enter__(self) -> Charge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, TooManyWaitingError):
+            self.give_back()
+        self._rates.spend(self._tenant, 0, self._num_used - self._num_requests)
+        self._num_requests = self._num_used

@@ -14,6 +14,7 @@ from pagemill.draft_counts import DraftCounts
 from pagemill.engine.messages import EngineRequest, SequenceOutput
 from pagemill.errors import PagemillError
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
+from pagemill.frontend.rates import Charge
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sessions.record import SessionRecord
@@ -159,6 +160,8 @@ class RequestState:
         self.space = Namespace(asked.tenant, asked.cache_salt)
         self.turn: Turn | None = None
         """The session's turn that it is."""
+        self.charge: Charge | None = None
+        """What counts it against its tenant's minute; None until it has been counted."""
         self.ends: Sequence[int] | None = None
         """Tokens that end its answer, which stands before a suffix; None for any other answer."""
         self.final_only = best_of is not None

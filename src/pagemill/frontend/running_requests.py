@@ -9,7 +9,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from pagemill.engine.messages import EngineRequest, SequenceOutput
-from pagemill.errors import EngineRestartingError, InvalidRequestError, PagemillError, RequestNotFoundError
+from pagemill.errors import (
+    EngineRestartingError,
+    InvalidRequestError,
+    PagemillError,
+    RequestNotFoundError,
+    TooManyWaitingError,
+)
 from pagemill.frontend.client import EngineClient
 from pagemill.frontend.made_pins import MadePins
 from pagemill.frontend.rates import Rates
@@ -99,9 +105,15 @@ class RunningRequests:
             self.made_pins.add(request.asked)
         answered = sum(len(sequence.output.token_ids) for sequence in request.sequences)
         self.rates.spend(request.space.tenant, answered)
+        self.uncharge(request, request.error)
         self.on_request_end(request)
         if not request.finished:
             self.client.abort([request.engine_id])
+
+    def uncharge(self, request: RequestState, error: BaseException | None) -> None:
+        """Gives back what a request's call has taken of its tenant's minute, if the request could not even wait."""
+        if request.charge is not None and isinstance(error, TooManyWaitingError):
+            request.charge.give_back()
 
     def abort(self, request: RequestState) -> None:
         """Ends a request with `finish_reason` "abort"; what has come stays."""

@@ -38,7 +38,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_choices(self) -> CompletionRequest:
-        each = max(self.num_choices, int(self.given.get("best_of", 1)))
+        each = self.num_sequences
         count = len(self.prompts()) if self.prompt else 1
         if count * each > MAX_CHOICES and count > 1:
             raise InvalidRequestError(

@@ -223,6 +223,11 @@ class GenerationRequest(Parameters):
         return int(self.given.get("n", 1))
 
     @property
+    def num_sequences(self) -> int:
+        """The sequences that run at once for each prompt."""
+        return max(self.num_choices, int(self.given.get("best_of", 1)))
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 

@@ -20,6 +20,7 @@ from pagemill.errors import InvalidRequestError, PagemillError, RequestTimeoutEr
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagemill.frontend.rates import Charge
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
@@ -247,15 +248,19 @@ class Call(ABC, Generic[R]):
             assert isinstance(params, SamplingParams)
             session = self._llm.session(request.session_id, cache_salt=request.cache_salt or "", tenant=self._tenant)
             self._streams.append(await self._turn(session, params))
+        elif len(prompts := await self._prompts()) == 1:
+            await self._send(prompts[0], params, self._id)
         else:
-            prompts = await self._prompts()
-            for position, prompt in enumerate(prompts):
-                name = self._id if len(prompts) == 1 else f"{self._id}-{position}"
-                await self._send(prompt, params, name)
+            width = request.num_sequences
+            with await self._llm.charge(len(prompts), width=width, tenant=self._tenant) as charge:
+                for position, prompt in enumerate(prompts):
+                    await self._send(prompt, params, f"{self._id}-{position}", charge)
 
-    async def _send(self, prompt: Prompt, params: SamplingParams | BeamSearchParams, name: str) -> None:
-        """Submits one prompt, under a name."""
-        how: dict[str, Any] = {"priority": self.request.priority, "lora_request": self._lora_request}
+    async def _send(
+        self, prompt: Prompt, params: SamplingParams | BeamSearchParams, name: str, charge: Charge | None = None
+    ) -> None:
+        """Submits one prompt, under a name. charge: that of all prompts; None where this is the only one."""
+        how: dict[str, Any] = {"priority": self.request.priority, "lora_request": self._lora_request, "charge": charge}
         self._streams.append(await self._llm.submit(prompt, params, name, tenant=self._tenant, **how))
 
     def _params(self) -> SamplingParams | BeamSearchParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import time
 import uuid
 from array import array
@@ -19,6 +20,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestMetrics
 from pagemill.frontend.pooling import EmbeddingRequestOutput
+from pagemill.frontend.rates import Charge
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, Salt, Timeout, check_length
@@ -29,7 +31,7 @@ from pagemill.server.routes.models import ServedModels
 MAX_INPUTS = 2048
 """Inputs of one request."""
 AT_ONCE = 64
-"""Inputs of one request that wait or run at the same time: more than a step takes."""
+"""Inputs of one request that wait or run at the same time, or as many as may wait: more than a step takes."""
 
 
 class EmbeddingRequest(Body):
@@ -134,16 +136,21 @@ async def _answer(
     written = [b""] * len(prompts)
     todo = iter(enumerate(prompts))
 
-    async def work() -> None:
+    async def work(charge: Charge | None) -> None:
         for index, prompt in todo:
-            found = await llm.embed(prompt, params, **how)
+            found = await llm.embed(prompt, params, charge=charge, **how)
             entry = await asyncio.to_thread(_entry, found, index, body.encoding_format)
             written[index] = (b"," if index else b"") + entry
             done.num_tokens += len(found.prompt_token_ids)
 
-    workers = [asyncio.ensure_future(work()) for _ in range(min(AT_ONCE, len(prompts)))]
+    most_waiting = llm.limits(how["tenant"]).max_waiting
+    at_once = min(AT_ONCE, len(prompts), AT_ONCE if most_waiting is None else max(1, most_waiting))
+    workers: list[asyncio.Future[None]] = []
     try:
-        await asyncio.gather(*workers)
+        counted = await llm.charge(len(prompts), tenant=how["tenant"]) if len(prompts) > 1 else contextlib.nullcontext()
+        with counted as charge:
+            workers += [asyncio.ensure_future(work(charge)) for _ in range(at_once)]
+            await asyncio.gather(*workers)
     except PoolTooSmallError as error:
         raise PromptTooLongError(error.message, param="input") from None
     except PagemillError as error:

@@ -17,6 +17,7 @@ from pagemill.server.logs.audit import audit
 from pagemill.server.protocol.body import KVMemory, Listing
 from pagemill.server.protocol.errors import asked_by_client
 from pagemill.server.protocol.parts import written
+from pagemill.server.routes.known_query import known_query
 from pagemill.tenant_limits import TenantLimits
 
 
@@ -37,7 +38,7 @@ class RequestCard(BaseModel):
 
 def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
     """Returns the routes. Where there are keys, those that concern all tenants need an admin's."""
-    routes = APIRouter(prefix="/v1", route_class=BodyRoute)
+    routes = APIRouter(prefix="/v1", route_class=BodyRoute, dependencies=[known_query()])
 
     @routes.get("/requests", response_model=Listing[RequestCard])
     async def requests(request: Request, cache_salt: str = "") -> Response:

@@ -23,6 +23,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.namespace import Namespace
 from pagemill.server.protocol.errors import error_response
 from pagemill.server.protocol.events import EventStream, event
+from pagemill.server.routes.known_query import known_query
 from pagemill.server.routes.metrics import Metrics
 
 MAX_WATCHERS = 16
@@ -155,7 +156,7 @@ def _tier_news(tier: KVTier, before: KVTier | None, columns: int) -> dict[str, A
 
 def kv_map_routes(feed: Feed) -> APIRouter:
     """Returns the route."""
-    routes = APIRouter(prefix="/v1/kv_map")
+    routes = APIRouter(prefix="/v1/kv_map", dependencies=[known_query()])
 
     @routes.get("")
     async def watch(

@@ -21,6 +21,7 @@ from pagemill.server.protocol.events import until_disconnect
 from pagemill.server.protocol.generation import MAX_MESSAGES
 from pagemill.server.protocol.parts import written
 from pagemill.server.protocol.refusals import refusal_of
+from pagemill.server.routes.known_query import known_query
 from pagemill.server.routes.namespaces import All, Tenant, named, removed, require_all
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ class PinDeleted(BaseModel):
 def pin_routes(llm: AsyncLLM) -> APIRouter:
     """Returns the routes. Requests of the namespace of the tenant and `cache_salt` in which a pin has its name find
     its blocks."""
-    routes = APIRouter(prefix="/v1/pins", route_class=BodyRoute)
+    routes = APIRouter(prefix="/v1/pins", route_class=BodyRoute, dependencies=[known_query()])
 
     @routes.get("", response_model=Listing[OwnedPinCard | PinCard])
     async def pins(request: Request, cache_salt: str = "", tenant: Tenant = None, every: All = False) -> Response:

@@ -35,6 +35,7 @@ from pagemill.server.protocol.responses import (
 )
 from pagemill.server.routes.call import respond
 from pagemill.server.routes.chat import ChatCall, options_for
+from pagemill.server.routes.known_query import known_query
 from pagemill.server.routes.models import ServedModels
 from pagemill.server.routes.response_logprobs import ReadLogprobs
 from pagemill.server.routes.response_output import ResponseOutput
@@ -45,6 +46,9 @@ from pagemill.text.detokenizer import Detokenizer
 
 STATUSES: dict[str | None, Any] = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
 """What a response is, by why its answer ended."""
+INCLUDE = ("include", "include[]")
+OF_RETRIEVED = (*INCLUDE, "include_obfuscation", "starting_after")
+"""Query parameters of OpenAI's that have no effect here."""
 
 
 class ResponseCall(ChatCall):
@@ -218,7 +222,7 @@ def response_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         except PagemillError as error:
             raise chat.in_own_words(error) from None
 
-    @routes.get("/{response_id}", response_model=ResponseObject)
+    @routes.get("/{response_id}", response_model=ResponseObject, dependencies=[known_query(*OF_RETRIEVED)])
     async def retrieve(response_id: str, request: Request, cache_salt: str = "", stream: bool = False) -> Response:
         """Shows a response that was kept."""
         if stream:
@@ -227,7 +231,7 @@ def response_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
             )
         return JSONResponse((await kept(response_id, request, cache_salt))["body"])
 
-    @routes.delete("/{response_id}")
+    @routes.delete("/{response_id}", dependencies=[known_query()])
     async def delete(response_id: str, request: Request, cache_salt: str = "") -> ResponseDeleted:
         """Forgets a response. Those that go on from it stay."""
         if not is_response(response_id):
@@ -235,7 +239,7 @@ def response_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         await llm.session(response_id, cache_salt=cache_salt, tenant=request.state.tenant).delete()
         return ResponseDeleted(id=response_id)
 
-    @routes.get("/{response_id}/input_items")
+    @routes.get("/{response_id}/input_items", dependencies=[known_query(*INCLUDE, "before")])
     async def input_items(
         response_id: str,
         request: Request,

@@ -12,6 +12,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Listing
 from pagemill.server.protocol.parts import written
+from pagemill.server.routes.known_query import known_query
 from pagemill.server.routes.namespaces import All, Tenant, named, removed, require_all
 from pagemill.sessions.record import SessionRecord
 
@@ -61,7 +62,7 @@ class ForkRequest(Body):
 
 def session_routes(llm: AsyncLLM) -> APIRouter:
     """Returns the routes. A session has its name in the namespace of the tenant and `cache_salt`."""
-    routes = APIRouter(prefix="/v1/sessions", route_class=BodyRoute)
+    routes = APIRouter(prefix="/v1/sessions", route_class=BodyRoute, dependencies=[known_query()])
 
     @routes.get("", response_model=Listing[OwnedSessionCard | SessionCard])
     async def sessions(request: Request, cache_salt: str = "", tenant: Tenant = None, every: All = False) -> Response:
