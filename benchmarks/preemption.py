@@ -1,11 +1,12 @@
 """Measures what preemption costs when memory is short: the pool holds a share of the blocks that a workload asks for.
 
     python -m benchmarks.preemption [--workload mixed] [--dtype float32,bfloat16] [--modes recompute,swap,auto]
-        [--pool-share 0.5] [--target-tpot-ms 60]
+        [--pool-share 0.5] [--target-tpot-ms off,auto] [--rounds 3]
 
 All requests are there from the start. The pool has `--pool-share` of the blocks that they would hold at once if all ran
-side by side, host memory below it has room for everything. Gaps are the times between a request's tokens, those in
-which it was preempted included. "roomy" is the same in a pool that is large enough.
+side by side, host memory below it as many as the pool; in mode "none" there is none. "roomy" is the same in a pool that
+is large enough. Gaps are the times between a request's tokens, those in which it was preempted included. Engines of all
+modes and targets take turns, a round of each after the other.
 """
 
 from __future__ import annotations
@@ -81,7 +82,14 @@ def serve(core: EngineCore, workload: Workload) -> Served:
     return Served(time.perf_counter() - begin, workload.output_tokens, gaps, counts)
 
 
-def engine(dtype: str, frames: int, **settings: Any) -> EngineCore:
+def in_mode(mode: str, wanted: int, pool_share: float) -> tuple[int, bool, str]:
+    """Returns the frames of the pool, whether there are as many in host memory, and the preemption mode."""
+    if mode == "roomy":
+        return 2 * wanted, False, "auto"
+    return int(pool_share * wanted), mode != "none", "auto" if mode == "none" else mode
+
+
+def engine(dtype: str, frames: int, has_host: bool, preemption_mode: str, **settings: Any) -> EngineCore:
     path = str(resolve_model(MODEL))
     frame_bytes = BLOCK_ELEMENTS * getattr(torch, dtype).itemsize
     core = EngineCore(
@@ -92,6 +100,8 @@ def engine(dtype: str, frames: int, **settings: Any) -> EngineCore:
             kv_memory=frames * frame_bytes,
             block_size=BLOCK,
             speculative_config="off",
+            kv_host_memory=frames * frame_bytes if has_host else 0,
+            preemption_mode=preemption_mode,  # type: ignore[arg-type]
             **settings,
         )
     )
@@ -108,27 +118,28 @@ def main() -> None:
     parser.add_argument("--workload", default="mixed", choices=list(SHAPES))
     parser.add_argument("--dtype", default="float32,bfloat16")
     parser.add_argument("--pool-share", type=float, default=0.5)
-    parser.add_argument("--target-tpot-ms", default="auto", type=target)
+    parser.add_argument("--target-tpot-ms", default="auto", help="auto, off or milliseconds; several by commas")
     parser.add_argument("--modes", default="roomy,recompute,swap,auto")
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     print(heading(describe_machine()), end="\n\n")
     text = tokenize(MODEL)
     wanted = blocks_wanted(make(arguments.workload, text))
-    print(f"| dtype | mode | tokens/s | gap ms, median | p99 | ratio | longest, s | {' | '.join(COUNTED)} |")
-    print("| --- | --- |" + " ---: |" * (5 + len(COUNTED)))
+    print(f"| dtype | mode | target | tokens/s | gap ms, median | p99 | ratio | longest, s | {' | '.join(COUNTED)} |")
+    print("| --- | --- | --- |" + " ---: |" * (5 + len(COUNTED)))
     for dtype in arguments.dtype.split(","):
-        for mode in arguments.modes.split(","):
-            if mode == "roomy":
-                core = engine(dtype, 2 * wanted, target_tpot_ms=arguments.target_tpot_ms)
-            else:
-                frames = int(arguments.pool_share * wanted)
-                core = engine(
-                    dtype, frames, kv_host_memory="2GiB", preemption_mode=mode, target_tpot_ms=arguments.target_tpot_ms
-                )
+        cores = {
+            (mode, one): engine(dtype, *in_mode(mode, wanted, arguments.pool_share), target_tpot_ms=target(one))
+            for mode in arguments.modes.split(",")
+            for one in arguments.target_tpot_ms.split(",")
+        }
+        for core in cores.values():
             serve(core, make("tiny", text))  # warm-up
-            for round in range(arguments.rounds):
-                print(f"| {dtype} | {mode} | {serve(core, make(arguments.workload, text, round)).row}", flush=True)
+        for round in range(arguments.rounds):
+            for (mode, one), core in cores.items():
+                served = serve(core, make(arguments.workload, text, round))
+                print(f"| {dtype} | {mode} | {one} | {served.row}", flush=True)
+        for core in cores.values():
             core.close()
 
 
