@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 COPYING_CORES = 8
 """At about 10 GB/s each, these keep up with the bus of a GPU."""
-
-
 HOST_SHARE = 0.5
 """Share of the free host memory that the machine's GPUs take for evicted blocks if nobody has said how much."""
 
