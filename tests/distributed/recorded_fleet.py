@@ -26,7 +26,8 @@ FACTS = EngineReady(
 
 
 class RecordedLink:
-    """What `ReplicaLink` is to its user, without a replica behind it. answers: set it to hold back answers."""
+    """Stands for a `ReplicaLink`, and records what its user sends: there is no replica behind it. answers: clear it to
+    hold back answers."""
 
     opened: ClassVar[list] = []
 

@@ -123,7 +123,7 @@ class Tier(RuleBasedStateMachine):
             assert sorted(gone) == sorted((known | set(coming)) - after), "what is lost here goes down, once"
 
     def rest(self, order: list[BlockName], lost: int) -> list[BlockName]:
-        """What stays, in order, if so many leave: those that are wanted after all others."""
+        """Returns the blocks that stay, in order, if so many leave. Wanted blocks leave after all others."""
         others = [name for name in order if name.digest not in self.wanted]
         gone = set(others[:lost])
         last = order.index(others[lost - 1]) + 1 if 0 < lost <= len(others) else len(order) * (lost > 0)

@@ -279,7 +279,7 @@ def output_of(call_id):
 
 
 def test_an_output_belongs_to_a_call(client, calls_tools, says, v1):
-    """Of the input, of a response that is gone on from, or of one before that."""
+    """The call may be in the input, in the previous response, or in a response before that one."""
     says(CALL)
     first = client.responses.create(**SCRIPTED, input="Rain?", tools=[WEATHER])
     (call,) = first.output

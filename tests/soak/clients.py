@@ -73,9 +73,9 @@ class Fate:
         self._away: list[list[float]] = []
         self._disturbed: list[list[float]] = []
         self._known: list[bool] = []
-        """Whether the file of tenants had the guest's key, by its versions."""
+        """Says of each version of the tenants file, the oldest first, whether it has the guest's key."""
         self._replaced: list[float] = []
-        """When the server was seen to know what has followed each of them."""
+        """Holds the times at which the server was seen to know the version that follows each of them."""
         self._write_tenants(True)
         self._ways = [self.kill_engine, self.restart, self.edit_tenants, self.resize, self.shrink]
 

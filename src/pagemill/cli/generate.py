@@ -14,7 +14,7 @@ from pagemill.errors import InvalidRequestError, SamplingParamsError, shown
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
 PLAIN = SamplingParams()
-"""What flags that are not given stand for."""
+"""Holds the value of each flag that is not given."""
 
 
 @sampling_options(temperature=0.0, max_tokens=128)

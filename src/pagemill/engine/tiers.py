@@ -156,7 +156,6 @@ def make_tiers(
     taken = {tier: streamed.of(tier, facts.frame_bytes) for tier in ("host", "disk")}
     own = _host_tier(config, facts, memory, max(0, host - taken["host"]), taken["host"]) if host else []
     left = host - taken["host"] if own and config.enable_prefix_caching else 0
-    swap_blocks = left // record_bytes if config.preemption_mode != "recompute" else 0
     disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
     tiers = [*own, *disk]
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
@@ -164,13 +163,13 @@ def make_tiers(
         offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)
         if not tiers:
             return None
-        return Tiers(offload, executor, memory, config.preemption_mode, left, swap_blocks, watch=watch)
+        return Tiers(offload, executor, memory, config.preemption_mode, left, watch=watch)
     store = peer_store(peering, format)
     offload = OffloadTiers(tiers, record_bytes, store, publishes)
     drafts = config.asked_drafts is not None and config.asked_drafts.method == "draft_model"
     served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
     peers = PeerLink(peering, format, store, served)
-    return Tiers(offload, executor, memory, config.preemption_mode, left, swap_blocks, peers, watch)
+    return Tiers(offload, executor, memory, config.preemption_mode, left, peers, watch)
 
 
 def _host_tier(
@@ -203,8 +202,7 @@ def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[Fo
 class Tiers:
     """The offload tiers, transfers to and from them, and what is known of their speed and of prefill's.
 
-    host_bytes: host memory for evicted blocks. swap_blocks: how many blocks of preempted sequences it has room for, to
-    come back from there.
+    host_bytes: host memory for evicted blocks.
     peers: engines that this one gives blocks to and fetches them from; None for none. watch: tells what is on disk;
     None where nobody asks for it, or there is none.
     """
@@ -216,19 +214,22 @@ class Tiers:
         memory: MemoryManager,
         preemption_mode: str,
         host_bytes: int = 0,
-        swap_blocks: int = 0,
         peers: PeerLink | None = None,
         watch: StoreWatch | None = None,
     ) -> None:
         self.offload = offload
         self.host_bytes = host_bytes
-        self.swap_blocks = swap_blocks
         self.peers = peers
         self.watch = watch
         self.transfers = Transfers(executor.frames, offload)
         self._memory = memory
         self._preemption_mode = preemption_mode
         self.prefill = PrefillTime()
+
+    @property
+    def swap_blocks(self) -> int:
+        """Returns how many blocks of preempted sequences host memory has room for, to come back from there."""
+        return 0 if self._preemption_mode == "recompute" else self.host_bytes // self.offload.record_bytes
 
     def stored(self, digests: Sequence[bytes], found: int, preempted: bool) -> int:
         """Returns up to which block of a chain to load, as `scheduling.loading.Stored` says.

@@ -357,7 +357,7 @@ class AsyncLLM(AsyncControls):
 
     def limits(self, tenant: str) -> TenantLimits:
         """Returns a tenant's limits as they stand; none until the model is loaded."""
-        return TenantLimits() if self._frontend is None else self._frontend.tenants.get(tenant, TenantLimits())
+        return TenantLimits() if self._frontend is None else self._frontend.limits(tenant)
 
     # --- inside ---
 

@@ -69,13 +69,17 @@ class Frontend(RunningRequests):
 
     # --- requests ---
 
+    def limits(self, tenant: str) -> TenantLimits:
+        """Returns a tenant's limits as they stand."""
+        return self.tenants.get(tenant, TenantLimits())
+
     def charge(self, tenant: str, num_prompts: int, width: int | None = None) -> Charge:
         """Counts the prompts of one call against its tenant's minute. Raises what `Rates.charge` does.
 
         width: sequences of each prompt, where all are started before any has ended: raises `RequestTooLargeError` if
         their tenant may not have so many running and waiting, even if it has no others.
         """
-        limits, rows = self.tenants.get(tenant, TenantLimits()), self.client.max_num_seqs
+        limits, rows = self.limits(tenant), self.client.max_num_seqs
         if width is not None and limits.max_waiting and rows:  # else one alone is refused too, or waits for an engine
             most = limits.number("max_running", rows, least=1)
             running = max(1, (rows if most is None else min(most, rows)) // width)

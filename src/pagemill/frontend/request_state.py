@@ -161,7 +161,7 @@ class RequestState:
         self.turn: Turn | None = None
         """The session's turn that it is."""
         self.charge: Charge | None = None
-        """What counts it against its tenant's minute; None until it has been counted."""
+        """Counts it against its tenant's minute; None until it has been counted."""
         self.ends: Sequence[int] | None = None
         """Tokens that end its answer, which stands before a suffix; None for any other answer."""
         self.final_only = best_of is not None

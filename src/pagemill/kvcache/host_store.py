@@ -24,7 +24,7 @@ from pagemill.kvcache.frame_access import Place, Places, Records
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.pages import NOT_HUGE, private_memory
 from pagemill.memory.tier_shares import TierShares
-from pagemill.memory.wanted import MOST_SPARED
+from pagemill.memory.wanted import longest_unused
 from pagemill.memory.work import BlockName
 
 ENTRY_BYTES = 512
@@ -105,11 +105,7 @@ class HostTier(ABC, Generic[Content]):
             tenant, amount = self.shares.loser(self._charged, excess)
             order = self._order[tenant]
             while amount > 0:
-                block = next(iter(order))
-                if block[0] in self._wanted and spared[tenant] < min(len(order), MOST_SPARED):
-                    order.move_to_end(block)
-                    spared[tenant] += 1
-                    continue
+                block, spared[tenant] = longest_unused(order, self._wanted, spared[tenant])
                 del order[block]
                 self._leaving[block] = self._held.pop(block)
                 size = self._size(self._leaving[block][0])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Hashable, Sequence
+from typing import Any
 
 MOST_SPARED = 4096
 """Wanted blocks that a tier passes over at once: where nearly all are wanted, looking for others would take long."""
+Block = tuple[bytes, int]
+"""A block's digest and layer group."""
 
 
 class WantedBlocks:
@@ -33,3 +37,17 @@ class WantedBlocks:
             self._wanting[digest] -= 1
             if not self._wanting[digest]:
                 del self._wanting[digest]
+
+
+def longest_unused(order: OrderedDict[Block, Any], wanted: Container[bytes], spared: int) -> tuple[Block, int]:
+    """Returns the block of a tier that leaves next, and how many wanted ones have been passed over so far.
+
+    order: the tier's blocks, the one used longest ago first; those passed over go to its end. spared: how many have
+    been passed over already since the tier began to make room.
+    """
+    block = next(iter(order))
+    while block[0] in wanted and spared < min(len(order), MOST_SPARED):
+        order.move_to_end(block)
+        spared += 1
+        block = next(iter(order))
+    return block, spared

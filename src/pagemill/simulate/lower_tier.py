@@ -9,7 +9,7 @@ from itertools import compress
 
 from pagemill.kvcache.load_time import LoadTime, PrefillTime
 from pagemill.memory.manager import MemoryManager
-from pagemill.memory.wanted import MOST_SPARED
+from pagemill.memory.wanted import longest_unused
 from pagemill.memory.work import Load, Save
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.step_plan import StepPlan
@@ -86,12 +86,8 @@ class LowerTier:
             self._use(save.name[:2])
         spared = 0
         while len(self._held) > self._capacity:
-            block = next(iter(self._held))
-            if block[0] in self._memory.wanted and spared < min(len(self._held), MOST_SPARED):
-                self._held.move_to_end(block)
-                spared += 1
-            else:
-                del self._held[block]
+            block, spared = longest_unused(self._held, self._memory.wanted, spared)
+            del self._held[block]
         self.saved += new
         self.saving_s += new * self._block_s
         return new * self._block_s

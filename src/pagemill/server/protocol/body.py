@@ -36,6 +36,13 @@ def check_length(name: str, entries: Any, limit: int | None, way_out: str = "") 
         raise InvalidRequestError(f"{name} has {len(entries)} entries; give at most {limit}{way_out}", param=name)
 
 
+def check_one_given(which: str, prompt: object, messages: object) -> None:
+    """Raises `InvalidRequestError` unless there is either a prompt or messages. which: begins the error's sentence."""
+    if (prompt is None) == (messages is None):
+        has = "neither a prompt nor messages" if prompt is None else "a prompt and messages"
+        raise InvalidRequestError(f"{which} {has}; give one of the two", param="prompt")
+
+
 class Body(BaseModel):
     """A request's body, or an object in it: these fields and no other."""
 

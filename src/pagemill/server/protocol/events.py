@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
 CLIENT_GONE = "client_gone"
-"""What the log says of a stream that its client has left before its end."""
+"""Says in the log that a client has left its stream before the end."""
 
 WRITER = "pagemill.writer"
 """The ASGI extension of connections that have a `Writer` for the running request."""

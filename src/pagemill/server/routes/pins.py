@@ -11,11 +11,11 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from pagemill.engine.messages import PinInfo
-from pagemill.errors import ConfigError, InvalidRequestError
+from pagemill.errors import ConfigError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.server.bodies.reader import BodyRoute
-from pagemill.server.protocol.body import Body, Ids, Listing
+from pagemill.server.protocol.body import Body, Ids, Listing, check_one_given
 from pagemill.server.protocol.chat import ChatMessage, check_conversation
 from pagemill.server.protocol.events import until_disconnect
 from pagemill.server.protocol.generation import MAX_MESSAGES
@@ -45,9 +45,7 @@ class PinBody(Body):
 
     @model_validator(mode="after")
     def _check_prefix(self) -> PinBody:
-        if (self.prompt is None) == (self.messages is None):
-            has = "neither a prompt nor messages" if self.prompt is None else "a prompt and messages"
-            raise InvalidRequestError(f"pin {self.name!r} has {has}; give one of the two", param="prompt")
+        check_one_given(f"pin {self.name!r} has", self.prompt, self.messages)
         return self
 
     def conversation(self) -> list[dict[str, str]]:

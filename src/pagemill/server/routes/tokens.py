@@ -14,7 +14,7 @@ from pagemill.errors import InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import size_of
 from pagemill.server.bodies.reader import BodyRoute
-from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length, check_one_given
 from pagemill.server.protocol.chat import ChatMessage, check_conversation
 from pagemill.server.protocol.events import until_disconnect
 from pagemill.server.protocol.generation import MAX_MESSAGES
@@ -55,9 +55,7 @@ class TokenizeRequest(Body):
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            has = "neither a prompt nor messages" if self.prompt is None else "a prompt and messages"
-            raise InvalidRequestError(f"there is {has}; give one of the two", param="prompt")
+        check_one_given("there is", self.prompt, self.messages)
         for name in FOR_MESSAGES if self.messages is None else ():
             if name in self.model_fields_set:
                 raise InvalidRequestError(f"{name} is for messages, not for a prompt; leave it out", param=name)
