@@ -67,9 +67,15 @@ template <int N, class Body> INLINE void repeat(Body&& body) {
 
 template <class K, class V, int L> struct BytePass {
     static constexpr int kRows = kTaskRows, kHeight = L == 2 ? 6 : 4;
+    // Queries of 16 bits take one byte over keys of 4 bits, and so do weights of such values (far ones): it errs less
+    // than 4 bits do. Where a row adds remainders its weights take L.
+    static constexpr int kQueryBytes = L == 2 && kVectorsInLine<K> == 2 ? 1 : L;
+    static constexpr int kFarBytes = L == 2 && kVectorsInLine<V> == 2 ? 1 : L;
     // Vectors side by side: with more, GCC moves sums through memory.
     static constexpr int kBeside = 2;
-    static constexpr int keys_beside(int height) { return kVectorsInLine<K> == 2 && height > 3 ? 1 : kBeside; }
+    static constexpr int keys_beside(int height) {
+        return kVectorsInLine<K> == 2 && kQueryBytes > 1 && height > 3 ? 1 : kBeside;
+    }
     static constexpr int kMostGroups = kMostNarrowDims / kKeyGroup;
     static int most_rows(const AttentionArgs&) { return kRows; }
 
@@ -91,7 +97,7 @@ template <class K, class V, int L> struct BytePass {
 
     // A query: its bytes in fours, by dimensions and then by byte; what each byte's sum begins with (int8), or the
     // groups' sums (4 bits); and its unit.
-    int64_t query_size() const { return dims / 4 * L + greater(L, groups) + 1; }
+    int64_t query_size() const { return dims / 4 * kQueryBytes + greater(kQueryBytes, groups) + 1; }
     int64_t scratch_size() const {
         const int64_t queries = task.heads * tiles.rows * query_size();
         return queries + kHeight * L * (kPartition / 4) + (has_remainders() ? 2 : 1) * buffers_size();
@@ -111,9 +117,9 @@ template <class K, class V, int L> struct BytePass {
     }
 
     float* tile_at(int h, int64_t tile) const { return queries + (h * tiles.rows + tiles.begin(tile)) * query_size(); }
-    int32_t* after_bytes(float* tile, int height) const { return (int32_t*)tile + dims / 4 * L * height; }
+    int32_t* after_bytes(float* tile, int height) const { return (int32_t*)tile + dims / 4 * kQueryBytes * height; }
     float* units_of(float* tile, int height) const {
-        return (float*)after_bytes(tile, height) + greater(L, groups) * height;
+        return (float*)after_bytes(tile, height) + greater(kQueryBytes, groups) * height;
     }
 
     void pack_query(int h, int64_t tile, int r) const {
@@ -126,7 +132,7 @@ template <class K, class V, int L> struct BytePass {
             else
                 for (int d = 0; d < dims; d += W) store(wide + d, load(q + d) * broadcast(args.scale));
         });
-        __m512i sums[kMostGroups][L];
+        __m512i sums[kMostGroups][kQueryBytes];
         for (int g = 0; g < groups; ++g)
             for (__m512i& sum : sums[g]) sum = _mm512_setzero_si512();
         const auto put = [&](int i, int l, __m512i bytes) __attribute__((always_inline)) {
@@ -137,16 +143,17 @@ template <class K, class V, int L> struct BytePass {
             for (int f = 0; f < 4; ++f) {
                 // Lines of 4-bit keys have 4 dimensions and the 4 that are 16 further.
                 const int step = kVectorsInLine<K> == 2 ? i / 2 * 8 + f * 2 + i % 2 : i * 4 + f;
-                std::memcpy(fours + (step * L + l) * height + r, lanes + f * 4, 4);
+                std::memcpy(fours + (step * kQueryBytes + l) * height + r, lanes + f * 4, 4);
             }
         };
-        const float unit = SignedBytes<L>::split(wide, dims, put);
+        const float unit = SignedBytes<kQueryBytes>::split(wide, dims, put);
         int32_t* begins = after_bytes((float*)fours, height);
-        for (int l = 0; kVectorsInLine<K> == 1 && l < L; ++l)
+        for (int l = 0; kVectorsInLine<K> == 1 && l < kQueryBytes; ++l)
             begins[l * height + r] = -kRaisedBy * _mm512_reduce_add_epi32(sums[0][l]);
         for (int g = 0; kVectorsInLine<K> == 2 && g < groups; ++g) {
             float total = 0.0f;
-            for (int l = L - 1; l >= 0; --l) total = total * 256.0f + float(_mm512_reduce_add_epi32(sums[g][l]));
+            for (int l = kQueryBytes - 1; l >= 0; --l)
+                total = total * 256.0f + float(_mm512_reduce_add_epi32(sums[g][l]));
             ((float*)begins)[g * height + r] = total;
         }
         units_of((float*)fours, height)[r] = unit;
@@ -169,8 +176,9 @@ template <class K, class V, int L> struct BytePass {
         const int64_t token = base + at.first * 16;
         if (!here.are(row, task.head + h, token))
             here.locate(args, row, task.head + h, token, base + all.end - 1, at.count);
+        here.count = lesser(here.count, at.count);
         const NextKeys keys(args, task, next, base, int(all.begin), h);
-        if (keys.row == row && keys.token == token) then.locate_beside(args, here, at.count, keys.head);
+        if (keys.row == row && keys.token == token) then.locate_beside(args, here, keys.head);
         else then.locate(args, keys.row, keys.head, keys[0], keys.last, kBytePieces);
         return at;
     }
@@ -189,7 +197,7 @@ template <class K, class V, int L> struct BytePass {
     // fetched.
     template <int MR> void score(float* tile, const Located& at, int begin, int end, const BytePiece* then,
                                  ByteFetches& ahead, float* scores) const {
-        constexpr int NV = keys_beside(MR), P = kVectorsInLine<K>;
+        constexpr int NV = keys_beside(MR), P = kVectorsInLine<K>, B = kQueryBytes;
         const int blocks = key_lines() / 4;  // of 4 lines; of 4 bits one group
         const int32_t* begins = after_bytes(tile, MR);
         const int64_t stride = args.cache.key.dim;
@@ -204,25 +212,25 @@ template <class K, class V, int L> struct BytePass {
             }
             const auto* fours = (const int32_t*)tile;
             F x[MR * NV];
-            __m512i sums[MR * NV][L];
+            __m512i sums[MR * NV][B];
             for (int block = 0; block < blocks; ++block) {
                 if (P == 2 || block == 0)
-                    repeat<MR * NV * L>([&]<int I>() __attribute__((always_inline)) {
-                        constexpr int R = I / L / NV, B = I % L;
-                        sums[I / L][B] = P == 2 ? _mm512_setzero_si512() : _mm512_set1_epi32(begins[B * MR + R]);
+                    repeat<MR * NV * B>([&]<int I>() __attribute__((always_inline)) {
+                        constexpr int R = I / B / NV, Byte = I % B;
+                        sums[I / B][Byte] = P == 2 ? _mm512_setzero_si512() : _mm512_set1_epi32(begins[Byte * MR + R]);
                     });
-                for (int line = 0; line < 4; ++line, fours += P * L * MR) {
+                for (int line = 0; line < 4; ++line, fours += P * B * MR) {
                     __m512i k[NV][P];
                     repeat<NV>([&]<int N>() __attribute__((always_inline)) {
                         load_key((const K*)keys[N], k[N]);
                         keys[N] += stride;
                     });
-                    repeat<P * L * MR>([&]<int I>() __attribute__((always_inline)) {
-                        constexpr int R = I % MR, B = I / MR % L;
+                    repeat<P * B * MR>([&]<int I>() __attribute__((always_inline)) {
+                        constexpr int R = I % MR, Byte = I / MR % B;
                         const __m512i q = _mm512_set1_epi32(fours[I]);
                         repeat<NV>([&]<int N>() __attribute__((always_inline)) {
-                            __m512i& sum = sums[R * NV + N][B];
-                            sum = _mm512_dpbusd_epi32(sum, k[N][I / MR / L], q);
+                            __m512i& sum = sums[R * NV + N][Byte];
+                            sum = _mm512_dpbusd_epi32(sum, k[N][I / MR / B], q);
                         });
                     });
                 }
@@ -249,14 +257,14 @@ template <class K, class V, int L> struct BytePass {
         }
     }
 
-    // part [MR][padded] from dimension `dim` on: lines of ND vectors.
-    template <int MR, int ND> void value(const Located& at, int dim, int from, int until, const float* units,
-                                         const float* lows, ByteFetches& ahead, float* part) const {
+    // part [MR][padded] from dimension `dim` on: lines of ND vectors, by weights of B bytes.
+    template <int B, int MR, int ND> void value(const Located& at, int dim, int from, int until, const float* units,
+                                                const float* lows, ByteFetches& ahead, float* part) const {
         constexpr int P = kVectorsInLine<V>, lines = ND / P;
         const int64_t line = dim / kDimsInLine<V> * 64, stride = args.cache.value.token;
-        __m512i sums[MR * ND][L];
-        repeat<MR * ND * L>([&]<int I>()
-                                __attribute__((always_inline)) { sums[I / L][I % L] = _mm512_setzero_si512(); });
+        __m512i sums[MR * ND][B];
+        repeat<MR * ND * B>([&]<int I>()
+                                __attribute__((always_inline)) { sums[I / B][I % B] = _mm512_setzero_si512(); });
         for (int token = from / 16 * 16; token < until; token += 16) {
             const char* lines_at = at.at[token / 16 - at.first].value + line;
             const int32_t* fours = (const int32_t*)weights + four_of(token);
@@ -264,10 +272,10 @@ template <class K, class V, int L> struct BytePass {
                 __m512i x[lines][P];
                 repeat<lines>([&]<int I>()
                                   __attribute__((always_inline)) { load_bytes((const V*)(lines_at + I * 64), x[I]); });
-                repeat<MR * L>([&]<int I>() __attribute__((always_inline)) {
-                    const __m512i w = _mm512_set1_epi32(fours[I * (kPartition / 4)]);
+                repeat<MR * B>([&]<int I>() __attribute__((always_inline)) {
+                    const __m512i w = _mm512_set1_epi32(fours[(I / B * L + I % B) * (kPartition / 4)]);
                     repeat<ND>([&]<int D>() __attribute__((always_inline)) {
-                        __m512i& sum = sums[I / L * ND + D][I % L];
+                        __m512i& sum = sums[I / B * ND + D][I % B];
                         sum = _mm512_dpbusd_epi32(sum, w, x[D / P][D % P]);
                     });
                 });
@@ -279,22 +287,27 @@ template <class K, class V, int L> struct BytePass {
             store(part + R * padded + dim + D * 16, fma(join(sums[I]), broadcast(units[R]), broadcast(lows[R])));
         });
     }
-    template <int MR> void value_rows(const Located& at, int from, int until, const float* units, const float* lows,
-                                      ByteFetches& ahead, float* part) const {
+    template <int B, int MR> void value_rows(const Located& at, int from, int until, const float* units,
+                                             const float* lows, ByteFetches& ahead, float* part) const {
         constexpr int ND = kBeside, least = kVectorsInLine<V>;
         int dim = 0;
-        for (; dim + 16 * ND <= dims; dim += 16 * ND) value<MR, ND>(at, dim, from, until, units, lows, ahead, part);
-        for (; dim < dims; dim += 16 * least) value<MR, least>(at, dim, from, until, units, lows, ahead, part);
+        for (; dim + 16 * ND <= dims; dim += 16 * ND) value<B, MR, ND>(at, dim, from, until, units, lows, ahead, part);
+        for (; dim < dims; dim += 16 * least) value<B, MR, least>(at, dim, from, until, units, lows, ahead, part);
     }
 
     // What a row's bytes of weights are multiplied by, and what is added to all dimensions of what they weigh.
     struct RowScale { float unit, low; };
+    // Which rows of a tile add remainders to keys of this partition.
+    enum class Remainders { none, other_rows, this_row };
 
     // Row r's bytes: weights of keys `seen`, times the values' scales, through `s`; zero over the rest of [from,
     // until). weight(v, keys): those of 16 v, …, zero where there is no such key.
     template <class Weight> INLINE RowScale put_weights(const Located& at, float* s, int r, const KeyRange& seen,
-                                                        int from, int until, ByteFetches& ahead,
+                                                        int from, int until, Remainders remainders, ByteFetches& ahead,
                                                         Weight&& weight) const {
+        // In one byte, small weights become zero. Values count from their middle, so that these have no sign in common.
+        const bool far = kFarBytes < L && remainders != Remainders::this_row;
+        const float middle = far ? 7.5f : 0.0f;
         F low = zero();
         __m512i most = _mm512_setzero_si512();  // as bits, of which those of NaN are the greatest
         const int first = int(seen.begin) / 16, last = (int(seen.end) + 15) / 16;
@@ -305,7 +318,9 @@ template <class K, class V, int L> struct BytePass {
             F scale{(Floats)words};
             if (kVectorsInLine<V> == 2) {
                 scale = scale_in(words);
-                low.v = _mm512_mask3_fmadd_ps(w.v, low_in(words).v, low.v, in);
+                F added = low_in(words);
+                if (kFarBytes < L) added = fma(scale, broadcast(middle), added);
+                low.v = _mm512_mask3_fmadd_ps(w.v, added.v, low.v, in);
             }
             const F scaled{_mm512_maskz_mul_ps(in, w.v, scale.v)};
             most = _mm512_max_epu32(most, _mm512_castps_si512(scaled.v));
@@ -313,15 +328,28 @@ template <class K, class V, int L> struct BytePass {
             if (v % 4 == 3) ahead.turn();
         });
         for (int v = last; v * 16 < until || v % 4; ++v) store(s + v * 16, zero());
-        const float unit =
-            split_weights<L>(s, from, until, float_of(_mm512_reduce_max_epu32(most)), weights + r * L * kPartition);
-        return {unit, kVectorsInLine<V> == 2 ? sum(low) : 0.0f};
+        const float greatest = float_of(_mm512_reduce_max_epu32(most));
+        uint8_t* to = weights + r * L * kPartition;
+        RowScale scale{0.0f, kVectorsInLine<V> == 2 ? sum(low) : 0.0f};
+        if (!far) {
+            scale.unit = split_weights<L>(s, from, until, greatest, to).unit;
+            return scale;
+        }
+        const bool upper = remainders == Remainders::other_rows;  // of two bytes
+        const SplitWeights split = split_weights<1>(s, from, until, greatest, to + (upper ? kPartition : 0));
+        scale = {split.unit, scale.low - middle * split.unit * float(split.sum)};
+        if (upper) {
+            const int begin = from / kWeightsTogether * kWeightsTogether;
+            std::memset(to + begin, 0, (until - begin + kWeightsTogether - 1) / kWeightsTogether * kWeightsTogether);
+            scale.unit /= 256.0f;
+        }
+        return scale;
     }
 
     // Scores of row r, in `unit`, become bytes of weights. plain: if given, what the weights are without the scales of
     // values.
     Softmax weigh(const Located& at, float* s, int r, const KeyRange& seen, int from, int until, float unit,
-                  float* plain, ByteFetches& ahead, RowScale& scale) const {
+                  float* plain, Remainders remainders, ByteFetches& ahead, RowScale& scale) const {
         const bool none = seen.begin >= seen.end;
         const KeyRange keys = none ? KeyRange{0, 0} : seen;
         F top = broadcast(-kInf), total = zero();
@@ -342,7 +370,7 @@ template <class K, class V, int L> struct BytePass {
             if (plain) store(plain + v * 16, w);
             return w;
         };
-        scale = put_weights(at, s, r, keys, from, until, ahead, weight);
+        scale = put_weights(at, s, r, keys, from, until, remainders, ahead, weight);
         return none ? Softmax{-kInf, 0.0f} : Softmax{greatest * unit, sum(total)};
     }
 
@@ -351,7 +379,8 @@ template <class K, class V, int L> struct BytePass {
         const int row = args.order[task.first].row;
         const Located at = locate(row, h, base, all);
         const BytePiece* then = pieces[current ^ 1].at;
-        ByteFetches ahead(at.at, at.count, then, key_lines() / 4, value_lines() / 4, args.cache.key.dim), none;
+        ByteFetches ahead(pieces[current], pieces[current ^ 1], key_lines() / 4, value_lines() / 4, args.cache.key.dim),
+            none;
         KeyRange precise_ranges[kTaskTokens], precise_all{0, 0};
         BytePieces more;
         if constexpr (kVectorsInLine<K> == 2) precise_all = precise_keys(args, task, base, precise_ranges);
@@ -383,15 +412,23 @@ template <class K, class V, int L> struct BytePass {
                 }
                 if (first) ahead.begin(ByteFetches::kWithWeights, (end - begin) / 4 * MR);
                 for (int r = 0; r < MR; ++r) {
+                    const int t = (first_row + r) / group;
+                    const bool near = adds && precise_ranges[t].begin < precise_ranges[t].end;
                     RowScale scale;
-                    result[r] =
-                        weigh(at, own.scores + r * kScoreRow, r, ranges[(first_row + r) / group], from, until,
-                              units_of(query, MR)[r], adds ? precise.scores + r * kScoreRow : nullptr, ahead, scale);
+                    result[r] = weigh(at, own.scores + r * kScoreRow, r, ranges[t], from, until, units_of(query, MR)[r],
+                                      adds ? precise.scores + r * kScoreRow : nullptr,
+                                      near   ? Remainders::this_row
+                                      : adds ? Remainders::other_rows
+                                             : Remainders::none,
+                                      ahead, scale);
                     units[r] = scale.unit;
                     lows[r] = scale.low;
                 }
                 if (first) ahead.begin(0, (end - begin) * ((dims / 16 + 1) / kBeside));
-                if (from < until) value_rows<MR>(at, from, until, units, lows, ahead, own.part);
+                if (from < until) {
+                    if (adds) value_rows<L, MR>(at, from, until, units, lows, ahead, own.part);
+                    else value_rows<kFarBytes, MR>(at, from, until, units, lows, ahead, own.part);
+                }
                 ahead.end();
                 if (adds) add_remainders<MR>(remainders, precise_ranges, first_row, added);
                 emit(first_row, MR, result, own.part);
@@ -411,11 +448,11 @@ template <class K, class V, int L> struct BytePass {
                 return F{_mm512_maskz_loadu_ps(in, row + v * 16)};
             };
             const RowScale scale = put_weights(at, row, r, own_keys.begin < own_keys.end ? own_keys : KeyRange{0, 0},
-                                               from, until, none, weight);
+                                               from, until, Remainders::this_row, none, weight);
             units[r] = scale.unit;
             lows[r] = scale.low;
         }
-        value_rows<MR>(at, from, until, units, lows, none, precise.part);
+        value_rows<L, MR>(at, from, until, units, lows, none, precise.part);
         for (int r = 0; r < MR; ++r) {
             const KeyRange& own_keys = ranges[(first_row + r) / group];
             if (own_keys.begin >= own_keys.end) continue;

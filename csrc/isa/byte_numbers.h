@@ -1,5 +1,5 @@
 // Queries and softmax weights as integers of L bytes, a share of their largest magnitude, for instructions that
-// multiply bytes: 2 bytes for queries in 16 bits, 3 for fp32. Queries have a sign, weights have none.
+// multiply bytes. Queries have a sign, weights have none.
 #pragma once
 
 #include "attention_tiles.h"
@@ -11,7 +11,7 @@ namespace pagemill { namespace {
 
 // Numbers with a sign: number = unit * sum of 256^l byte l. NaN and infinities become a unit that is NaN.
 template <int L> struct SignedBytes {
-    static constexpr float kMost = L == 2 ? 127 * 256 : 127 * 65536;
+    static constexpr float kMost = 127 << 8 * (L - 1);
 
     // put(i, l, 16 bytes in the vector's elements) for the numbers from 16 i on.
     template <class Put> INLINE static float split(const float* x, int count, Put&& put) {
@@ -37,7 +37,7 @@ template <int L> struct SignedBytes {
 
 // The sums of products with each byte as one number. Those of two bytes fit into one integer.
 template <int L> INLINE F join(const __m512i (&sums)[L]) {
-    if (L == 2) return {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[1], 8), sums[0]))};
+    if constexpr (L == 2) return {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[1], 8), sums[0]))};
     F x{_mm512_cvtepi32_ps(sums[L - 1])};
     for (int l = L - 2; l >= 0; --l) x = fma(x, broadcast(256.0f), {_mm512_cvtepi32_ps(sums[l])});
     return x;
@@ -70,22 +70,31 @@ template <int L> struct Exponential {
 constexpr int kWeightsTogether = 64;
 INLINE int four_of(int token) { return token / kWeightsTogether * 16 + token / 16 % 4; }
 
+// What weights' integers are multiplied by, NaN if the greatest weight is not finite; and, of one byte, their sum.
+struct SplitWeights {
+    float unit;
+    int sum;
+};
+
 // Weights [from, until), zero over the rest of whole kWeightsTogether, of which `most` is the greatest: weight = unit *
-// sum of 256^l byte l. Byte l's begin l * kPartition behind the first's. Returns the unit, NaN if `most` is not finite.
-template <int L> INLINE float split_weights(const float* weights, int from, int until, float most, uint8_t* to) {
-    constexpr float kMost = L == 2 ? 0xffff : 0xfffff8;  // of fp32, some less than fit: products round up too
+// sum of 256^l byte l. Byte l's begin l * kPartition behind the first's.
+template <int L> INLINE SplitWeights split_weights(const float* weights, int from, int until, float most, uint8_t* to) {
+    constexpr float kMost = L == 1 ? 0xff : L == 2 ? 0xffff : 0xfffff8;  // of fp32, less fits: products round up too
     const F factor = broadcast(most > 0.0f ? kMost / most : 0.0f);
+    __m512i sum = _mm512_setzero_si512();
     for (int token = from / kWeightsTogether * kWeightsTogether; token < until; token += kWeightsTogether) {
         __m512i w[4];
         for (int s = 0; s < 4; ++s) w[s] = _mm512_cvtps_epi32((load(weights + token + s * 16) * factor).v);
         const auto put = [&](int l, __m512i first, __m512i second) __attribute__((always_inline)) {
-            _mm512_storeu_si512(to + l * kPartition + token, _mm512_packus_epi16(first, second));
+            const __m512i bytes = _mm512_packus_epi16(first, second);
+            _mm512_storeu_si512(to + l * kPartition + token, bytes);
+            if (L == 1) sum = _mm512_dpbusd_epi32(sum, bytes, _mm512_set1_epi8(1));
         };
-        if constexpr (L == 2) {
+        if constexpr (L <= 2) {
             const __m512i lower = _mm512_set1_epi16(0xff);
             const __m512i first = _mm512_packus_epi32(w[0], w[1]), second = _mm512_packus_epi32(w[2], w[3]);
             put(0, _mm512_and_si512(first, lower), _mm512_and_si512(second, lower));
-            put(1, _mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
+            if (L == 2) put(1, _mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
         } else {
             for (int l = 0; l < L; ++l) {
                 const auto byte = [&](int s) __attribute__((always_inline)) {
@@ -95,7 +104,7 @@ template <int L> INLINE float split_weights(const float* weights, int from, int 
             }
         }
     }
-    return most / kMost + most * 0.0f;
+    return {most / kMost + most * 0.0f, L == 1 ? _mm512_reduce_add_epi32(sum) : 0};
 }
 
 }}  // namespace pagemill

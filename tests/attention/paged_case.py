@@ -98,6 +98,13 @@ class PagedCase:
             return 3e-3 if rounded else 1e-5
         return 1e-5
 
+    def is_in_bytes(self, backend: AttentionBackend) -> bool:
+        """Returns whether a backend multiplies bytes: over 4 bits, those of 16-bit queries and their weights are
+        single ones."""
+        on_bytes = isinstance(backend, CpuAttention) and _kernels.isa() in ("avx512_vnni", "avx512_bf16", "amx_bf16")
+        lies_so = self.pool.layout.beside == 4 and self.block_size % 16 == 0 and self.head_dim % 16 == 0
+        return on_bytes and lies_so and self.query_dtype != torch.float32
+
     @property
     def cache(self) -> LayerCache:
         return self.pool.layer(1)
@@ -139,6 +146,19 @@ class PagedCase:
         element = (self.cache.key if is_key else self.cache.value).dtype
         scales = self.cache.key_scale if is_key else self.cache.value_scale
         return quantize_as(element, tensor, scales.shape[2] // self.block_size, is_key=is_key)
+
+    def _in_a_byte(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        # In fp32 as the kernels do it: rotated numbers of 16 bits often lie in the middle of two integers.
+        factor = torch.tensor(scale / rotated_together(self.head_dim), dtype=torch.float32)
+        turned = rotate(query) * factor
+        most = turned.abs().amax(-1, keepdim=True)
+        integers = torch.round(turned * (torch.full_like(most, 127.0) / most))
+        return rotate(integers).double() * most.double() / (127 * scale)
+
+    def _steps(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        words = self._stored(values, is_key=False)[1].squeeze(-1)
+        step, low = (half.view(torch.float32) for half in (words & -65536, words << 16))
+        return step, low + 7.5 * step
 
     def _turned_back(self, wide: torch.Tensor) -> torch.Tensor:
         # Hadamard's matrix is its own inverse, but for a factor.
@@ -185,10 +205,16 @@ class PagedCase:
         soft_cap: float | None = None,
         key_start: torch.Tensor | None = None,
         key_end: torch.Tensor | None = None,
+        in_bytes: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `reference_attention` of all queries. in_bytes: as `is_in_bytes` says."""
+        queries = self.queries
+        if in_bytes and self.cache.key.dtype == torch.uint8:
+            queries = [self._in_a_byte(query, scale) for query in queries]
+        in_bytes &= self.cache.value.dtype == torch.uint8
         results = [
             reference_attention(
-                self.queries[row], self.stored(self.keys[row], is_key=True),
+                queries[row], self.stored(self.keys[row], is_key=True),
                 self.stored(self.values[row], is_key=False),
                 torch.arange(context - length, context), scale=scale, window=window, soft_cap=soft_cap,
                 key_start=0 if key_start is None else int(key_start[row]),
@@ -196,6 +222,7 @@ class PagedCase:
                 remainders=None if not self.precise else (
                     self.remainders(self.keys[row], is_key=True), self.remainders(self.values[row], is_key=False)
                 ),
+                steps=self._steps(self.values[row]) if in_bytes else None,
             )
             for row, (context, length) in enumerate(self.rows)
         ]  # fmt: skip

@@ -19,10 +19,12 @@ def reference_attention(
     key_end: int | None = None,
     precise: int = 0,
     remainders: tuple[Tensor, Tensor] | None = None,
+    steps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence: query [tokens, heads, head_dim] at `positions` [tokens]; key [keys, kv_heads, head_dim], value
     [keys, kv_heads, value_dim], where index i is position i. Masks as in `AttentionBackend.attend`. remainders: of key
-    and value, which a query adds to those of its `precise` latest positions.
+    and value, which a query adds to those of its `precise` latest positions. steps: of values [keys, kv_heads] that are
+    integers, what one of them is, and the middle that they count from, if weights become bytes (`changed_by_bytes`).
 
     Returns fp64 output [tokens, heads, value_dim] and log-sum-exp [tokens, heads].
     """
@@ -50,4 +52,21 @@ def reference_attention(
         output[:, head] = weights @ v
         if remainders is not None:
             output[:, head] += (latest * weights) @ more_v
+        if steps is not None:
+            step, middle = (each[:, head // group].double() for each in steps)
+            output[:, head] += changed_by_bytes(weights, step, latest & seen) @ (v - middle.unsqueeze(1))
     return output, lse
+
+
+def changed_by_bytes(weights: Tensor, step: Tensor, latest: Tensor) -> Tensor:
+    """Returns by how much weights [tokens, keys] change where they become bytes: times a value's step [keys], each is
+    rounded to whole 255ths of the greatest one in its partition of 256 keys, if a query adds no remainders there."""
+    change = torch.zeros_like(weights)
+    for begin in range(0, len(step), 256):
+        part = slice(begin, begin + 256)
+        scaled = weights[:, part] * step[part]
+        unit = scaled.amax(1, keepdim=True) / 255
+        rounded = torch.round(scaled / unit) * unit
+        far = ~latest[:, part].any(1, keepdim=True)
+        change[:, part] = torch.where(far, (rounded - scaled) / step[part], 0.0).nan_to_num(0.0)
+    return change
