@@ -136,9 +136,7 @@ def test_attention_over_what_is_stored(
     case.write_all(backend)
     query, batch = case.whole()
     output, lse = backend.attend(query, case.cache, batch, 0, scale=head_dim**-0.5, return_lse=True, **options)
-    expected_output, expected_lse = expected(
-        case, scale=head_dim**-0.5, in_bytes=case.is_in_bytes(backend), **options
-    )
+    expected_output, expected_lse = expected(case, scale=head_dim**-0.5, in_bytes=case.is_in_bytes(backend), **options)
     torch.testing.assert_close(output.double(), expected_output, rtol=tolerance, atol=tolerance)
     assert lse is not None
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=case.lse_tolerance(backend))
