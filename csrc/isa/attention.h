@@ -120,22 +120,20 @@ template <class Few, class Many> struct Attention {
         }
     }
 
-    // Folds the partitions that other tasks left in the buffer; `task` spans all of them.
-    void merge(const AttentionTask& task, int thread) const {
+    // Folds the partitions of a KV head that other tasks left in the buffer; `task` spans all of them.
+    void merge(const AttentionTask& task, int h, int thread) const {
         const int rows = task.tokens * group;
         float* states = (float*)thread_scratch(thread, sizeof(float) * rows * state_size());
-        for (int h = 0; h < task.heads; ++h) {
-            begin_states(task, task.head + h, states);
-            for (int64_t p = task.part_begin; p < task.part_end; ++p) {
-                const float* from =
-                    partials + (task.partial + ((p - task.part_begin) * task.heads + h) * rows) * state_size();
-                for (int i = 0; i < rows; ++i, from += state_size()) {
-                    const Softmax part{from[padded], from[padded + 1]};
-                    fold(1, states + i * state_size(), state_size(), &part, from, padded, padded);
-                }
+        begin_states(task, task.head + h, states);
+        for (int64_t p = task.part_begin; p < task.part_end; ++p) {
+            const float* from =
+                partials + (task.partial + ((p - task.part_begin) * task.heads + h) * rows) * state_size();
+            for (int i = 0; i < rows; ++i, from += state_size()) {
+                const Softmax part{from[padded], from[padded + 1]};
+                fold(1, states + i * state_size(), state_size(), &part, from, padded, padded);
             }
-            finish(task, task.head + h, states);
         }
+        finish(task, task.head + h, states);
     }
 };
 
@@ -168,8 +166,11 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
         run.tasks = tasks + task;
         run.end = tasks + task_end;
         parallel(task_end - task, run);
-        auto merge = [&](int64_t i, int thread) { run.merge(plan.merges[merge_begin + i], thread); };
-        parallel(merge_end - merge_begin, merge);
+        const int heads = args.cache.kv_heads;
+        auto merge = [&](int64_t i, int thread) {
+            run.merge(plan.merges[merge_begin + i / heads], int(i % heads), thread);
+        };
+        parallel((merge_end - merge_begin) * heads, merge);
     };
     if (plan.shared_tasks) tasks_and_merges(0, plan.shared_tasks, 0, plan.shared_merges);
     tasks_and_merges(plan.shared_tasks, plan.num_tasks, plan.shared_merges, plan.num_merges);
