@@ -178,8 +178,8 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
 
 #if defined(__AVX512VNNI__)
 template <class K, class V> void attend_on_bytes(const AttentionArgs& args) {
-    if (args.type == DType::f32) attend_with<BytePass<K, V, 3>, BytePass<K, V, 3>>(args);
-    else attend_with<BytePass<K, V, 2>, BytePass<K, V, 2>>(args);
+    if (args.type == DType::f32) attend_with<BytePass<K, V, true>, BytePass<K, V, true>>(args);
+    else attend_with<BytePass<K, V, false>, BytePass<K, V, false>>(args);
 }
 #endif
 

@@ -1,7 +1,7 @@
 // The pass over a partition of keys and values in integers of 8 and 4 bits, by instructions that multiply bytes (VNNI):
 // each adds the products of 4 neighbouring dimensions of 16 keys, or of 4 neighbouring tokens of 16 dimensions.
 //
-// A query, and a partition's weights, become integers of L bytes (byte_numbers.h), and each byte is multiplied by
+// A query, and a partition's weights, become integers of some bytes (byte_numbers.h), and each byte is multiplied by
 // itself. Sums of products are exact, so their order changes no bit; what is left to round is done once per score and
 // output.
 #pragma once
@@ -65,17 +65,14 @@ template <int N, class Body> INLINE void repeat(Body&& body) {
     [&]<int... I>(Sequence<I...>) __attribute__((always_inline)) { (body.template operator()<I>(), ...); }(Upto<N>());
 }
 
-template <class K, class V, int L> struct BytePass {
-    static constexpr int kRows = kTaskRows, kHeight = L == 2 ? 6 : 4;
-    // Queries of 16 bits take one byte over keys of 4 bits, and so do weights of such values (far ones): it errs less
-    // than 4 bits do. Where a row adds remainders its weights take L.
-    static constexpr int kQueryBytes = L == 2 && kVectorsInLine<K> == 2 ? 1 : L;
-    static constexpr int kFarBytes = L == 2 && kVectorsInLine<V> == 2 ? 1 : L;
+// kWide: queries are fp32, and they and weights take 3 bytes. Of 16 bits they take one, since keys and values are no
+// more exact; weights take 2 in rows that add remainders.
+template <class K, class V, bool kWide> struct BytePass {
+    static constexpr int kBytes = kWide ? 3 : 1, kMostBytes = kWide ? 3 : 2;
+    static constexpr int kRows = kTaskRows, kHeight = kWide ? 4 : 6;
     // Vectors side by side: with more, GCC moves sums through memory.
     static constexpr int kBeside = 2;
-    static constexpr int keys_beside(int height) {
-        return kVectorsInLine<K> == 2 && kQueryBytes > 1 && height > 3 ? 1 : kBeside;
-    }
+    static constexpr int keys_beside(int height) { return kVectorsInLine<K> == 2 && kWide && height > 3 ? 1 : kBeside; }
     static constexpr int kMostGroups = kMostNarrowDims / kKeyGroup;
     static int most_rows(const AttentionArgs&) { return kRows; }
 
@@ -97,10 +94,10 @@ template <class K, class V, int L> struct BytePass {
 
     // A query: its bytes in fours, by dimensions and then by byte; what each byte's sum begins with (int8), or the
     // groups' sums (4 bits); and its unit.
-    int64_t query_size() const { return dims / 4 * kQueryBytes + greater(kQueryBytes, groups) + 1; }
+    int64_t query_size() const { return dims / 4 * kBytes + greater(kBytes, groups) + 1; }
     int64_t scratch_size() const {
         const int64_t queries = task.heads * tiles.rows * query_size();
-        return queries + kHeight * L * (kPartition / 4) + (has_remainders() ? 2 : 1) * buffers_size();
+        return queries + kHeight * kMostBytes * (kPartition / 4) + (has_remainders() ? 2 : 1) * buffers_size();
     }
     int64_t buffers_size() const { return kHeight * (kScoreRow + padded); }
     bool has_remainders() const { return kVectorsInLine<K> == 2 && args.remainders.tables; }
@@ -109,7 +106,7 @@ template <class K, class V, int L> struct BytePass {
         queries = memory;
         weights = (uint8_t*)(queries + task.heads * tiles.rows * query_size());
         const auto buffers = [&](float* at) { return Buffers{at, at + kHeight * kScoreRow}; };
-        own = buffers((float*)(weights + kHeight * L * kPartition));
+        own = buffers((float*)(weights + kHeight * kMostBytes * kPartition));
         if (has_remainders()) precise = buffers(own.scores + buffers_size());
         for (int h = 0; h < task.heads; ++h)
             for (int64_t tile = 0; tile < tiles.count; ++tile)
@@ -117,9 +114,9 @@ template <class K, class V, int L> struct BytePass {
     }
 
     float* tile_at(int h, int64_t tile) const { return queries + (h * tiles.rows + tiles.begin(tile)) * query_size(); }
-    int32_t* after_bytes(float* tile, int height) const { return (int32_t*)tile + dims / 4 * kQueryBytes * height; }
+    int32_t* after_bytes(float* tile, int height) const { return (int32_t*)tile + dims / 4 * kBytes * height; }
     float* units_of(float* tile, int height) const {
-        return (float*)after_bytes(tile, height) + greater(kQueryBytes, groups) * height;
+        return (float*)after_bytes(tile, height) + greater(kBytes, groups) * height;
     }
 
     void pack_query(int h, int64_t tile, int r) const {
@@ -132,7 +129,7 @@ template <class K, class V, int L> struct BytePass {
             else
                 for (int d = 0; d < dims; d += W) store(wide + d, load(q + d) * broadcast(args.scale));
         });
-        __m512i sums[kMostGroups][kQueryBytes];
+        __m512i sums[kMostGroups][kBytes];
         for (int g = 0; g < groups; ++g)
             for (__m512i& sum : sums[g]) sum = _mm512_setzero_si512();
         const auto put = [&](int i, int l, __m512i bytes) __attribute__((always_inline)) {
@@ -143,17 +140,16 @@ template <class K, class V, int L> struct BytePass {
             for (int f = 0; f < 4; ++f) {
                 // Lines of 4-bit keys have 4 dimensions and the 4 that are 16 further.
                 const int step = kVectorsInLine<K> == 2 ? i / 2 * 8 + f * 2 + i % 2 : i * 4 + f;
-                std::memcpy(fours + (step * kQueryBytes + l) * height + r, lanes + f * 4, 4);
+                std::memcpy(fours + (step * kBytes + l) * height + r, lanes + f * 4, 4);
             }
         };
-        const float unit = SignedBytes<kQueryBytes>::split(wide, dims, put);
+        const float unit = SignedBytes<kBytes>::split(wide, dims, put);
         int32_t* begins = after_bytes((float*)fours, height);
-        for (int l = 0; kVectorsInLine<K> == 1 && l < kQueryBytes; ++l)
+        for (int l = 0; kVectorsInLine<K> == 1 && l < kBytes; ++l)
             begins[l * height + r] = -kRaisedBy * _mm512_reduce_add_epi32(sums[0][l]);
         for (int g = 0; kVectorsInLine<K> == 2 && g < groups; ++g) {
             float total = 0.0f;
-            for (int l = kQueryBytes - 1; l >= 0; --l)
-                total = total * 256.0f + float(_mm512_reduce_add_epi32(sums[g][l]));
+            for (int l = kBytes - 1; l >= 0; --l) total = total * 256.0f + float(_mm512_reduce_add_epi32(sums[g][l]));
             ((float*)begins)[g * height + r] = total;
         }
         units_of((float*)fours, height)[r] = unit;
@@ -197,7 +193,7 @@ template <class K, class V, int L> struct BytePass {
     // fetched.
     template <int MR> void score(float* tile, const Located& at, int begin, int end, const BytePiece* then,
                                  ByteFetches& ahead, float* scores) const {
-        constexpr int NV = keys_beside(MR), P = kVectorsInLine<K>, B = kQueryBytes;
+        constexpr int NV = keys_beside(MR), P = kVectorsInLine<K>, B = kBytes;
         const int blocks = key_lines() / 4;  // of 4 lines; of 4 bits one group
         const int32_t* begins = after_bytes(tile, MR);
         const int64_t stride = args.cache.key.dim;
@@ -273,7 +269,7 @@ template <class K, class V, int L> struct BytePass {
                 repeat<lines>([&]<int I>()
                                   __attribute__((always_inline)) { load_bytes((const V*)(lines_at + I * 64), x[I]); });
                 repeat<MR * B>([&]<int I>() __attribute__((always_inline)) {
-                    const __m512i w = _mm512_set1_epi32(fours[(I / B * L + I % B) * (kPartition / 4)]);
+                    const __m512i w = _mm512_set1_epi32(fours[(I / B * kMostBytes + I % B) * (kPartition / 4)]);
                     repeat<ND>([&]<int D>() __attribute__((always_inline)) {
                         __m512i& sum = sums[I / B * ND + D][I % B];
                         sum = _mm512_dpbusd_epi32(sum, w, x[D / P][D % P]);
@@ -306,8 +302,8 @@ template <class K, class V, int L> struct BytePass {
                                                         int from, int until, Remainders remainders, ByteFetches& ahead,
                                                         Weight&& weight) const {
         // In one byte, small weights become zero. Values count from their middle, so that these have no sign in common.
-        const bool far = kFarBytes < L && remainders != Remainders::this_row;
-        const float middle = far ? 7.5f : 0.0f;
+        const bool far = kBytes < kMostBytes && remainders != Remainders::this_row;
+        const float middle = far && kVectorsInLine<V> == 2 ? 7.5f : 0.0f;
         F low = zero();
         __m512i most = _mm512_setzero_si512();  // as bits, of which those of NaN are the greatest
         const int first = int(seen.begin) / 16, last = (int(seen.end) + 15) / 16;
@@ -319,7 +315,7 @@ template <class K, class V, int L> struct BytePass {
             if (kVectorsInLine<V> == 2) {
                 scale = scale_in(words);
                 F added = low_in(words);
-                if (kFarBytes < L) added = fma(scale, broadcast(middle), added);
+                if (!kWide) added = fma(scale, broadcast(middle), added);
                 low.v = _mm512_mask3_fmadd_ps(w.v, added.v, low.v, in);
             }
             const F scaled{_mm512_maskz_mul_ps(in, w.v, scale.v)};
@@ -329,10 +325,10 @@ template <class K, class V, int L> struct BytePass {
         });
         for (int v = last; v * 16 < until || v % 4; ++v) store(s + v * 16, zero());
         const float greatest = float_of(_mm512_reduce_max_epu32(most));
-        uint8_t* to = weights + r * L * kPartition;
+        uint8_t* to = weights + r * kMostBytes * kPartition;
         RowScale scale{0.0f, kVectorsInLine<V> == 2 ? sum(low) : 0.0f};
         if (!far) {
-            scale.unit = split_weights<L>(s, from, until, greatest, to).unit;
+            scale.unit = split_weights<kMostBytes>(s, from, until, greatest, to).unit;
             return scale;
         }
         const bool upper = remainders == Remainders::other_rows;  // of two bytes
@@ -363,7 +359,7 @@ template <class K, class V, int L> struct BytePass {
             top.v = _mm512_mask_max_ps(top.v, in, top.v, load(s + v * 16).v);
         });
         const float greatest = maximum(top);
-        const Exponential<L> exponential(greatest, unit);
+        const Exponential<kMostBytes> exponential(greatest, unit);
         const auto weight = [&](int v, __mmask16 in) __attribute__((always_inline)) {
             const F w = exponential(load(s + v * 16), in);
             total = total + w;
@@ -426,11 +422,13 @@ template <class K, class V, int L> struct BytePass {
                 }
                 if (first) ahead.begin(0, (end - begin) * ((dims / 16 + 1) / kBeside));
                 if (from < until) {
-                    if (adds) value_rows<L, MR>(at, from, until, units, lows, ahead, own.part);
-                    else value_rows<kFarBytes, MR>(at, from, until, units, lows, ahead, own.part);
+                    if (!adds) value_rows<kBytes, MR>(at, from, until, units, lows, ahead, own.part);
+                    else if constexpr (kVectorsInLine<K> == 2)
+                        value_rows<kMostBytes, MR>(at, from, until, units, lows, ahead, own.part);
                 }
                 ahead.end();
-                if (adds) add_remainders<MR>(remainders, precise_ranges, first_row, added);
+                if constexpr (kVectorsInLine<K> == 2)
+                    if (adds) add_remainders<MR>(remainders, precise_ranges, first_row, added);
                 emit(first_row, MR, result, own.part);
             });
     }
@@ -452,7 +450,7 @@ template <class K, class V, int L> struct BytePass {
             units[r] = scale.unit;
             lows[r] = scale.low;
         }
-        value_rows<L, MR>(at, from, until, units, lows, none, precise.part);
+        value_rows<kMostBytes, MR>(at, from, until, units, lows, none, precise.part);
         for (int r = 0; r < MR; ++r) {
             const KeyRange& own_keys = ranges[(first_row + r) / group];
             if (own_keys.begin >= own_keys.end) continue;

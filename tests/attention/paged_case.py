@@ -83,8 +83,8 @@ class PagedCase:
         """Returns how far a backend's log-sum-exp may be from the dense one's.
 
         Sums are fp32, with three exceptions: products of bf16, over keys and values of 8 bits in floating point too,
-        add weights as they are rounded; over integers the CPU makes two-byte integers of 16-bit queries; and where keys
-        have 4 bits, Triton rounds 16-bit queries and keys to fp16 as they are rotated.
+        add weights as they are rounded; over integers the CPU takes a shorter exponential for 16-bit queries; and where
+        keys have 4 bits, Triton rounds 16-bit queries and keys to fp16 as they are rotated.
         """
         key = self.cache.key.dtype
         if isinstance(backend, CpuAttention) and _kernels.isa() in ("amx_bf16", "avx512_bf16"):
@@ -93,17 +93,17 @@ class PagedCase:
                 return 5e-3
         if self.narrow and self.query_dtype != torch.float32:
             if isinstance(backend, CpuAttention):
-                return 1e-3
+                return 1e-4
             rounded = backend.name.startswith("triton") and key == torch.uint8
             return 3e-3 if rounded else 1e-5
         return 1e-5
 
     def is_in_bytes(self, backend: AttentionBackend) -> bool:
-        """Returns whether a backend multiplies bytes: over 4 bits, those of 16-bit queries and their weights are
-        single ones."""
+        """Returns whether a backend makes bytes of queries and weights, and multiplies these."""
         on_bytes = isinstance(backend, CpuAttention) and _kernels.isa() in ("avx512_vnni", "avx512_bf16", "amx_bf16")
         lies_so = self.pool.layout.beside == 4 and self.block_size % 16 == 0 and self.head_dim % 16 == 0
-        return on_bytes and lies_so and self.query_dtype != torch.float32
+        scaled = self.cache.key_scale is not None
+        return on_bytes and lies_so and scaled and self.query_dtype != torch.float32
 
     @property
     def cache(self) -> LayerCache:
@@ -149,14 +149,17 @@ class PagedCase:
 
     def _in_a_byte(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         # In fp32 as the kernels do it: rotated numbers of 16 bits often lie in the middle of two integers.
-        factor = torch.tensor(scale / rotated_together(self.head_dim), dtype=torch.float32)
-        turned = rotate(query) * factor
-        most = turned.abs().amax(-1, keepdim=True)
-        integers = torch.round(turned * (torch.full_like(most, 127.0) / most))
-        return rotate(integers).double() * most.double() / (127 * scale)
+        rotated = self.cache.key.dtype == torch.uint8
+        together = rotated_together(self.head_dim) if rotated else 1
+        wide = (rotate(query) if rotated else query.float()) * torch.tensor(scale / together, dtype=torch.float32)
+        most = wide.abs().amax(-1, keepdim=True)
+        integers = torch.round(wide * (torch.full_like(most, 127.0) / most))
+        return (rotate(integers) if rotated else integers).double() * most.double() / (127 * scale)
 
     def _steps(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         words = self._stored(values, is_key=False)[1].squeeze(-1)
+        if words.dtype == torch.float32:
+            return words, torch.zeros_like(words)
         step, low = (half.view(torch.float32) for half in (words & -65536, words << 16))
         return step, low + 7.5 * step
 
@@ -208,10 +211,7 @@ class PagedCase:
         in_bytes: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `reference_attention` of all queries. in_bytes: as `is_in_bytes` says."""
-        queries = self.queries
-        if in_bytes and self.cache.key.dtype == torch.uint8:
-            queries = [self._in_a_byte(query, scale) for query in queries]
-        in_bytes &= self.cache.value.dtype == torch.uint8
+        queries = [self._in_a_byte(query, scale) for query in self.queries] if in_bytes else self.queries
         results = [
             reference_attention(
                 queries[row], self.stored(self.keys[row], is_key=True),
