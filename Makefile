@@ -54,7 +54,7 @@ serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 
 test: lint lint-kernels  ## Install what is missing, fetch the model, check style, types and arrows, run the tests
 	@$(MODEL_READY)
-	@exec $(BIN)/python -m pytest --ignore tests/replicas --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@exec $(BIN)/python -m pytest --ignore tests/replicas --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(BUILT)  ## Run the further combinations that `make test` leaves out (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
