@@ -1,9 +1,9 @@
 // The pass over a partition of keys and values in integers of 8 and 4 bits, by instructions that multiply bytes (VNNI):
 // each adds the products of 4 neighbouring dimensions of 16 keys, or of 4 neighbouring tokens of 16 dimensions.
 //
-// A query, and a partition's weights, become integers of some bytes (byte_numbers.h), and each byte is multiplied by
-// itself. Sums of products are exact, so their order changes no bit; what is left to round is done once per score and
-// output.
+// A query, and a partition's weights, become integers of some bytes (byte_numbers.h), each of which is multiplied
+// separately. Sums of products are exact, so their order changes no bit; what is left to round is done once per score
+// and output, of three bytes twice.
 #pragma once
 
 #include "attention_plan.h"
@@ -65,8 +65,8 @@ template <int N, class Body> INLINE void repeat(Body&& body) {
     [&]<int... I>(Sequence<I...>) __attribute__((always_inline)) { (body.template operator()<I>(), ...); }(Upto<N>());
 }
 
-// kWide: queries are fp32, and they and weights take 3 bytes. Of 16 bits they take one, since keys and values are no
-// more exact; weights take 2 in rows that add remainders.
+// kWide: queries are fp32, and they and weights take 3 bytes. Of 16 bits they take one; weights take 2 in rows that add
+// remainders, and where one would lose too many of them.
 template <class K, class V, bool kWide> struct BytePass {
     static constexpr int kBytes = kWide ? 3 : 1, kMostBytes = kWide ? 3 : 2;
     static constexpr int kRows = kTaskRows, kHeight = kWide ? 4 : 6;
@@ -263,7 +263,7 @@ template <class K, class V, bool kWide> struct BytePass {
                                 __attribute__((always_inline)) { sums[I / B][I % B] = _mm512_setzero_si512(); });
         for (int token = from / 16 * 16; token < until; token += 16) {
             const char* lines_at = at.at[token / 16 - at.first].value + line;
-            const int32_t* fours = (const int32_t*)weights + four_of(token);
+            const int32_t* fours = (const int32_t*)(weights + (kMostBytes - B) * kPartition) + four_of(token);
             for (int quad = 0; quad < 4; ++quad, lines_at += stride, fours += 4) {
                 __m512i x[lines][P];
                 repeat<lines>([&]<int I>()
@@ -291,21 +291,25 @@ template <class K, class V, bool kWide> struct BytePass {
         for (; dim < dims; dim += 16 * least) value<B, MR, least>(at, dim, from, until, units, lows, ahead, part);
     }
 
-    // What a row's bytes of weights are multiplied by, and what is added to all dimensions of what they weigh.
-    struct RowScale { float unit, low; };
-    // Which rows of a tile add remainders to keys of this partition.
-    enum class Remainders { none, other_rows, this_row };
+    // What a row's bytes of weights are multiplied by, what is added to all dimensions of what they weigh, and whether
+    // they are all kMostBytes; else they are the last ones of these.
+    struct RowScale {
+        float unit, low;
+        bool most;
+    };
 
     // Row r's bytes: weights of keys `seen`, times the values' scales, through `s`; zero over the rest of [from,
-    // until). weight(v, keys): those of 16 v, …, zero where there is no such key.
+    // until). weight(v, keys): those of 16 v, …, zero where there is no such key. all: they take kMostBytes.
     template <class Weight> INLINE RowScale put_weights(const Located& at, float* s, int r, const KeyRange& seen,
-                                                        int from, int until, Remainders remainders, ByteFetches& ahead,
+                                                        int from, int until, bool all, ByteFetches& ahead,
                                                         Weight&& weight) const {
-        // In one byte, small weights become zero. Values count from their middle, so that these have no sign in common.
-        const bool far = kBytes < kMostBytes && remainders != Remainders::this_row;
-        const float middle = far && kVectorsInLine<V> == 2 ? 7.5f : 0.0f;
-        F low = zero();
-        __m512i most = _mm512_setzero_si512();  // as bits, of which those of NaN are the greatest
+        // One byte makes small weights zero. A row takes more where a kLoss of all would be lost; values of 4 bits
+        // count from their middle, so that they lose the less.
+        constexpr float kLoss = 1.0f / 128;
+        const bool most = kWide || all;
+        const float middle = !most && kVectorsInLine<V> == 2 ? 7.5f : 0.0f;
+        F low = zero(), sums = zero();
+        __m512i top = _mm512_setzero_si512();  // as bits, of which those of NaN are the greatest
         const int first = int(seen.begin) / 16, last = (int(seen.end) + 15) / 16;
         for (int v = from / kWeightsTogether * 4; v < first; ++v) store(s + v * 16, zero());
         for_tokens(seen, [&](int v, __mmask16 in) __attribute__((always_inline)) {
@@ -319,33 +323,36 @@ template <class K, class V, bool kWide> struct BytePass {
                 low.v = _mm512_mask3_fmadd_ps(w.v, added.v, low.v, in);
             }
             const F scaled{_mm512_maskz_mul_ps(in, w.v, scale.v)};
-            most = _mm512_max_epu32(most, _mm512_castps_si512(scaled.v));
+            if (!kWide) sums = sums + scaled;
+            top = _mm512_max_epu32(top, _mm512_castps_si512(scaled.v));
             store(s + v * 16, scaled);
             if (v % 4 == 3) ahead.turn();
         });
         for (int v = last; v * 16 < until || v % 4; ++v) store(s + v * 16, zero());
-        const float greatest = float_of(_mm512_reduce_max_epu32(most));
+        const float greatest = float_of(_mm512_reduce_max_epu32(top)), lows = kVectorsInLine<V> == 2 ? sum(low) : 0.0f;
         uint8_t* to = weights + r * kMostBytes * kPartition;
-        RowScale scale{0.0f, kVectorsInLine<V> == 2 ? sum(low) : 0.0f};
-        if (!far) {
-            scale.unit = split_weights<kMostBytes>(s, from, until, greatest, to).unit;
-            return scale;
+        if (!most) {
+            const SplitWeights one = split_weights<1>(s, from, until, greatest, to + (kMostBytes - 1) * kPartition);
+            const float kept = one.unit * float(one.sum), all_weights = sum(sums);
+            if (!(__builtin_fabsf(all_weights - kept) > kLoss * all_weights))
+                return {one.unit, lows - middle * kept, false};
         }
-        const bool upper = remainders == Remainders::other_rows;  // of two bytes
-        const SplitWeights split = split_weights<1>(s, from, until, greatest, to + (upper ? kPartition : 0));
-        scale = {split.unit, scale.low - middle * split.unit * float(split.sum)};
-        if (upper) {
-            const int begin = from / kWeightsTogether * kWeightsTogether;
-            std::memset(to + begin, 0, (until - begin + kWeightsTogether - 1) / kWeightsTogether * kWeightsTogether);
-            scale.unit /= 256.0f;
-        }
-        return scale;
+        return {split_weights<kMostBytes>(s, from, until, greatest, to).unit, lows - middle * sum(sums), true};
+    }
+
+    // Rows' weights of one byte, beside those of others that take kMostBytes.
+    void widen_weights(int r, int from, int until, RowScale& scale) const {
+        if (scale.most) return;
+        const int begin = from / kWeightsTogether * kWeightsTogether, size = until - begin;
+        std::memset(weights + r * kMostBytes * kPartition + begin, 0,
+                    (size + kWeightsTogether - 1) / kWeightsTogether * kWeightsTogether);
+        scale.unit /= 256.0f;
     }
 
     // Scores of row r, in `unit`, become bytes of weights. plain: if given, what the weights are without the scales of
     // values.
     Softmax weigh(const Located& at, float* s, int r, const KeyRange& seen, int from, int until, float unit,
-                  float* plain, Remainders remainders, ByteFetches& ahead, RowScale& scale) const {
+                  float* plain, bool all, ByteFetches& ahead, RowScale& scale) const {
         const bool none = seen.begin >= seen.end;
         const KeyRange keys = none ? KeyRange{0, 0} : seen;
         F top = broadcast(-kInf), total = zero();
@@ -366,7 +373,7 @@ template <class K, class V, bool kWide> struct BytePass {
             if (plain) store(plain + v * 16, w);
             return w;
         };
-        scale = put_weights(at, s, r, keys, from, until, remainders, ahead, weight);
+        scale = put_weights(at, s, r, keys, from, until, all, ahead, weight);
         return none ? Softmax{-kInf, 0.0f} : Softmax{greatest * unit, sum(total)};
     }
 
@@ -407,24 +414,24 @@ template <class K, class V, bool kWide> struct BytePass {
                                    precise_ranges[(first_row + r) / group]);
                 }
                 if (first) ahead.begin(ByteFetches::kWithWeights, (end - begin) / 4 * MR);
+                RowScale scales[MR];
+                bool most = kWide;
                 for (int r = 0; r < MR; ++r) {
                     const int t = (first_row + r) / group;
                     const bool near = adds && precise_ranges[t].begin < precise_ranges[t].end;
-                    RowScale scale;
                     result[r] = weigh(at, own.scores + r * kScoreRow, r, ranges[t], from, until, units_of(query, MR)[r],
-                                      adds ? precise.scores + r * kScoreRow : nullptr,
-                                      near   ? Remainders::this_row
-                                      : adds ? Remainders::other_rows
-                                             : Remainders::none,
-                                      ahead, scale);
-                    units[r] = scale.unit;
-                    lows[r] = scale.low;
+                                      adds ? precise.scores + r * kScoreRow : nullptr, near, ahead, scales[r]);
+                    most |= scales[r].most;
+                }
+                for (int r = 0; r < MR; ++r) {
+                    if (most) widen_weights(r, from, until, scales[r]);
+                    units[r] = scales[r].unit;
+                    lows[r] = scales[r].low;
                 }
                 if (first) ahead.begin(0, (end - begin) * ((dims / 16 + 1) / kBeside));
                 if (from < until) {
-                    if (!adds) value_rows<kBytes, MR>(at, from, until, units, lows, ahead, own.part);
-                    else if constexpr (kVectorsInLine<K> == 2)
-                        value_rows<kMostBytes, MR>(at, from, until, units, lows, ahead, own.part);
+                    if (most) value_rows<kMostBytes, MR>(at, from, until, units, lows, ahead, own.part);
+                    else value_rows<kBytes, MR>(at, from, until, units, lows, ahead, own.part);
                 }
                 ahead.end();
                 if constexpr (kVectorsInLine<K> == 2)
@@ -446,7 +453,7 @@ template <class K, class V, bool kWide> struct BytePass {
                 return F{_mm512_maskz_loadu_ps(in, row + v * 16)};
             };
             const RowScale scale = put_weights(at, row, r, own_keys.begin < own_keys.end ? own_keys : KeyRange{0, 0},
-                                               from, until, Remainders::this_row, none, weight);
+                                               from, until, true, none, weight);
             units[r] = scale.unit;
             lows[r] = scale.low;
         }

@@ -43,8 +43,8 @@ template <int L> INLINE F join(const __m512i (&sums)[L]) {
     return x;
 }
 
-// exp(unit * (score - greatest)). For weights of 2 bytes as 2^x, x = n + r with n whole, 2^r by a polynomial fitted by
-// least squares (relative error below 3e-6).
+// exp(unit * (score - greatest)). For weights of up to 2 bytes as 2^x, x = n + r with n whole, 2^r by a polynomial
+// fitted by least squares (relative error below 3e-6).
 template <int L> struct Exponential {
     F greatest, factor;
 

@@ -60,13 +60,15 @@ def reference_attention(
 
 def changed_by_bytes(weights: Tensor, step: Tensor, latest: Tensor) -> Tensor:
     """Returns by how much weights [tokens, keys] change where they become bytes: times a value's step [keys], each is
-    rounded to whole 255ths of the greatest one in its partition of 256 keys, if a query adds no remainders there."""
+    rounded to whole 255ths of the greatest one in its partition of 256 keys, if a query adds no remainders there, and
+    if the sum of all changes by no more than a 128th."""
     change = torch.zeros_like(weights)
     for begin in range(0, len(step), 256):
         part = slice(begin, begin + 256)
         scaled = weights[:, part] * step[part]
         unit = scaled.amax(1, keepdim=True) / 255
         rounded = torch.round(scaled / unit) * unit
-        far = ~latest[:, part].any(1, keepdim=True)
-        change[:, part] = torch.where(far, (rounded - scaled) / step[part], 0.0).nan_to_num(0.0)
+        lost = (scaled.sum(1, keepdim=True) - rounded.sum(1, keepdim=True)).abs()
+        in_one = ~latest[:, part].any(1, keepdim=True) & (lost <= scaled.sum(1, keepdim=True) / 128)
+        change[:, part] = torch.where(in_one, (rounded - scaled) / step[part], 0.0).nan_to_num(0.0)
     return change

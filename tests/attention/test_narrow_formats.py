@@ -4,6 +4,7 @@ what is stored as near the reference as over floats, with bits that depend on a 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -140,6 +141,24 @@ def test_attention_over_what_is_stored(
     torch.testing.assert_close(output.double(), expected_output, rtol=tolerance, atol=tolerance)
     assert lse is not None
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=case.lse_tolerance(backend))
+
+
+@pytest.mark.parametrize("share", [2, 64, 400, 3000])
+@pytest.mark.parametrize("format", ["int8", "int8/int4", "int4", "int4_mixed"])
+def test_many_small_weights_are_not_lost_beside_a_great_one(backend: AttentionBackend, format: str, share: int) -> None:
+    """One key has `share` times the weight of each of the others, whose values have much in common."""
+    case = PagedCase([(256, 1), (700, 2)], heads=2, dtype=format, query_dtype=torch.bfloat16, seed=8)
+    for row, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        keys.mul_(0.01)
+        values.mul_(0.1).add_(torch.linspace(-1.0, 1.0, 64))
+        first = case.queries[row][0].float()
+        keys[0] = first * (math.log(share) * 8.0 / first.square().sum(-1, keepdim=True))
+        values[0] = torch.linspace(1.0, -1.0, 64)
+        case.queries[row][1:] = case.queries[row][0]
+    case.write_all(backend)
+    query, batch = case.whole()
+    output, _ = backend.attend(query, case.cache, batch, 0, scale=0.125)
+    torch.testing.assert_close(output.double(), case.expected(scale=0.125)[0], rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
