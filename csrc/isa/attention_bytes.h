@@ -303,9 +303,9 @@ template <class K, class V, bool kWide> struct BytePass {
     template <class Weight> INLINE RowScale put_weights(const Located& at, float* s, int r, const KeyRange& seen,
                                                         int from, int until, bool all, ByteFetches& ahead,
                                                         Weight&& weight) const {
-        // One byte makes small weights zero. A row takes more where a kLoss of all would be lost; values of 4 bits
-        // count from their middle, so that they lose the less.
-        constexpr float kLoss = 1.0f / 128;
+        // One byte makes small weights zero. A row takes more where a kLoss of all would be lost, which is about what
+        // values lose. Those of 4 bits count from their middle, so that they lose the less.
+        constexpr float kLoss = kVectorsInLine<V> == 2 ? 1.0f / 32 : 1.0f / 128;
         const bool most = kWide || all;
         const float middle = !most && kVectorsInLine<V> == 2 ? 7.5f : 0.0f;
         F low = zero(), sums = zero();

@@ -156,12 +156,12 @@ class PagedCase:
         integers = torch.round(wide * (torch.full_like(most, 127.0) / most))
         return (rotate(integers) if rotated else integers).double() * most.double() / (127 * scale)
 
-    def _steps(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _steps(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         words = self._stored(values, is_key=False)[1].squeeze(-1)
         if words.dtype == torch.float32:
-            return words, torch.zeros_like(words)
+            return words, torch.zeros_like(words), 1 / 128
         step, low = (half.view(torch.float32) for half in (words & -65536, words << 16))
-        return step, low + 7.5 * step
+        return step, low + 7.5 * step, 1 / 32
 
     def _turned_back(self, wide: torch.Tensor) -> torch.Tensor:
         # Hadamard's matrix is its own inverse, but for a factor.

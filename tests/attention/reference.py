@@ -19,12 +19,13 @@ def reference_attention(
     key_end: int | None = None,
     precise: int = 0,
     remainders: tuple[Tensor, Tensor] | None = None,
-    steps: tuple[Tensor, Tensor] | None = None,
+    steps: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence: query [tokens, heads, head_dim] at `positions` [tokens]; key [keys, kv_heads, head_dim], value
     [keys, kv_heads, value_dim], where index i is position i. Masks as in `AttentionBackend.attend`. remainders: of key
     and value, which a query adds to those of its `precise` latest positions. steps: of values [keys, kv_heads] that are
-    integers, what one of them is, and the middle that they count from, if weights become bytes (`changed_by_bytes`).
+    integers, what one of them is, the middle that they count from, and the share of weights that may be lost, if these
+    become bytes (`changed_by_bytes`).
 
     Returns fp64 output [tokens, heads, value_dim] and log-sum-exp [tokens, heads].
     """
@@ -53,15 +54,15 @@ def reference_attention(
         if remainders is not None:
             output[:, head] += (latest * weights) @ more_v
         if steps is not None:
-            step, middle = (each[:, head // group].double() for each in steps)
-            output[:, head] += changed_by_bytes(weights, step, latest & seen) @ (v - middle.unsqueeze(1))
+            step, middle = (each[:, head // group].double() for each in steps[:2])
+            output[:, head] += changed_by_bytes(weights, step, latest & seen, steps[2]) @ (v - middle.unsqueeze(1))
     return output, lse
 
 
-def changed_by_bytes(weights: Tensor, step: Tensor, latest: Tensor) -> Tensor:
+def changed_by_bytes(weights: Tensor, step: Tensor, latest: Tensor, loss: float) -> Tensor:
     """Returns by how much weights [tokens, keys] change where they become bytes: times a value's step [keys], each is
     rounded to whole 255ths of the greatest one in its partition of 256 keys, if a query adds no remainders there, and
-    if the sum of all changes by no more than a 128th."""
+    if the sum of all changes by no more than the share `loss`."""
     change = torch.zeros_like(weights)
     for begin in range(0, len(step), 256):
         part = slice(begin, begin + 256)
@@ -69,6 +70,6 @@ def changed_by_bytes(weights: Tensor, step: Tensor, latest: Tensor) -> Tensor:
         unit = scaled.amax(1, keepdim=True) / 255
         rounded = torch.round(scaled / unit) * unit
         lost = (scaled.sum(1, keepdim=True) - rounded.sum(1, keepdim=True)).abs()
-        in_one = ~latest[:, part].any(1, keepdim=True) & (lost <= scaled.sum(1, keepdim=True) / 128)
+        in_one = ~latest[:, part].any(1, keepdim=True) & (lost <= scaled.sum(1, keepdim=True) * loss)
         change[:, part] = torch.where(in_one, (rounded - scaled) / step[part], 0.0).nan_to_num(0.0)
     return change

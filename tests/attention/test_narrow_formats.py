@@ -158,7 +158,8 @@ def test_many_small_weights_are_not_lost_beside_a_great_one(backend: AttentionBa
     case.write_all(backend)
     query, batch = case.whole()
     output, _ = backend.attend(query, case.cache, batch, 0, scale=0.125)
-    torch.testing.assert_close(output.double(), case.expected(scale=0.125)[0], rtol=0, atol=0.02)
+    tolerance = 0.02 if format == "int8" else 0.04
+    torch.testing.assert_close(output.double(), case.expected(scale=0.125)[0], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
