@@ -331,13 +331,14 @@ template <class K, class V, bool kWide> struct BytePass {
         for (int v = last; v * 16 < until || v % 4; ++v) store(s + v * 16, zero());
         const float greatest = float_of(_mm512_reduce_max_epu32(top)), lows = kVectorsInLine<V> == 2 ? sum(low) : 0.0f;
         uint8_t* to = weights + r * kMostBytes * kPartition;
+        const float all_weights = sum(sums);
         if (!most) {
             const SplitWeights one = split_weights<1>(s, from, until, greatest, to + (kMostBytes - 1) * kPartition);
-            const float kept = one.unit * float(one.sum), all_weights = sum(sums);
+            const float kept = one.unit * float(one.sum);
             if (!(__builtin_fabsf(all_weights - kept) > kLoss * all_weights))
                 return {one.unit, lows - middle * kept, false};
         }
-        return {split_weights<kMostBytes>(s, from, until, greatest, to).unit, lows - middle * sum(sums), true};
+        return {split_weights<kMostBytes>(s, from, until, greatest, to).unit, lows - middle * all_weights, true};
     }
 
     // Rows' weights of one byte, beside those of others that take kMostBytes.

@@ -128,8 +128,12 @@ void check_attention() {
     const SharedPrefixes prefixes(args, true);
     prefixes.apply(args);
     kernels().attend(args);
+    // Over integers, queries and weights of 16 bits become bytes.
     const std::string_view isa = kernels().isa;
     const bool multiplies_bytes = isa == "avx512_vnni" || isa == "avx512_bf16" || isa == "amx_bf16";
+    const bool in_bytes = multiplies_bytes && beside == 4 && is_integer(cached.key) && type != DType::f32;
+    const double exact = tolerance(type) > tolerance(cached.key) ? tolerance(type) : tolerance(cached.key);
+    const double off = in_bytes ? 4e-2 : exact;
     for (int r = 0; r < rows; ++r)
         for (int token = starts[r]; token < starts[r + 1]; ++token)
             for (int h = 0; h < heads; ++h) {
@@ -157,10 +161,6 @@ void check_attention() {
                     sum += weight;
                     for (int d = 0; d < dim; ++d) mixed[d] += weight * seen(values[r], more_values[r], j, d);
                 }
-                // Over integers, queries and weights of 16 bits become bytes.
-                const bool in_bytes = is_integer(cached.key) && type != DType::f32 && beside == 4 && multiplies_bytes;
-                const double exact = tolerance(type) > tolerance(cached.key) ? tolerance(type) : tolerance(cached.key);
-                const double off = in_bytes ? 4e-2 : exact;
                 for (int d = 0; d < dim; ++d) expect(output.get(at + d), mixed[d] / sum, off);
                 expect(lse[size_t(token) * heads + h], most + std::log(sum), off);
             }
