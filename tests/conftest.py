@@ -73,22 +73,50 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory):
-    """transformers' model, dense and in fp32. It reads its GGUF file once for all workers: that takes half a minute."""
+def made_once(tmp_path_factory):
+    """made_once(name, write) -> path of a file that write(path) makes for all workers."""
     import filelock
-    from transformers import AutoModelForCausalLM
-
-    from pagemill.hub import resolve_model
-    from served import MODEL
 
     own = tmp_path_factory.getbasetemp()
-    kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "reference.pt"
-    with filelock.FileLock(kept.with_suffix(".lock")):
-        if not kept.is_file():
-            path, kinds = resolve_model(MODEL), {"dtype": torch.float32, "attn_implementation": "eager"}
-            made = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **kinds)
-            torch.save(made.eval(), kept)
-    return torch.load(kept, weights_only=False, mmap=True)
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def made(name, write):
+        path = folder / name
+        with filelock.FileLock(f"{path}.lock"):
+            if not path.is_file():
+                begun = path.with_suffix(".begun")
+                write(begun)
+                begun.rename(path)
+        return path
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def reference(made_once):
+    """transformers' model, dense and in fp32. It reads its GGUF file for half a minute."""
+
+    def write(path):
+        from transformers import AutoModelForCausalLM
+
+        from pagemill.hub import resolve_model
+        from served import MODEL
+
+        file, kinds = resolve_model(MODEL), {"dtype": torch.float32, "attn_implementation": "eager"}
+        made = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **kinds)
+        torch.save(made.eval(), path)
+
+    return torch.load(made_once("reference.pt", write), weights_only=False, mmap=True)
+
+
+@pytest.fixture(scope="session")
+def shallow_path(made_once):
+    """The real model's first layers, as a GGUF file: for tests of memory and plans, which are alike for all layers."""
+    from pagemill.hub import resolve_model
+    from served import MODEL
+    from shallow import write_shallow
+
+    return made_once("shallow.gguf", lambda path: write_shallow(resolve_model(MODEL), path))
 
 
 @pytest.fixture(scope="session")

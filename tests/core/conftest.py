@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ from pagemill.executor.load import open_executor
 from pagemill.hub import resolve_model
 from pagemill.models.loading import LoadedModel
 from pagemill.text.tokenizer import Tokenizer
+from shallow import FRAME_BYTES
 
 MODEL = "smollm2-135m"
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts.txt"
@@ -40,30 +42,42 @@ def prompts(tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def make_engine():
-    """make_engine(peering, publishes, late, own_memory, **settings) -> EngineCore on the real model; invariants are
-    checked after every step. late: steps overlap. own_memory: the device says that its memory is not the host's."""
+def make_engine_of():
+    """make_engine_of(model, peering, publishes, late, own_memory, **settings) -> EngineCore; invariants are checked
+    after every step. late: steps overlap. own_memory: the device says that its memory is not the host's."""
     load_model = share.load_model
     kept: dict[str, LoadedModel] = {}
 
     def load_shared(path, *, dtype, quantization, max_model_len, **settings):
-        key = f"{dtype} {quantization} {settings['ops'].name}"
+        key = f"{path} {dtype} {quantization} {settings['ops'].name}"
         if key not in kept:
             kept[key] = load_model(path, dtype=dtype, quantization=quantization, **settings)
         return replace(kept[key], max_model_len=max_model_len or kept[key].max_model_len)
 
-    def make(peering=None, publishes=False, late=False, own_memory=False, **settings) -> EngineCore:
+    def make(model, peering=None, publishes=False, late=False, own_memory=False, **settings) -> EngineCore:
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings
         settings.setdefault("speculative_config", "off")  # so that steps have the tokens that a test expects
         with ExitStack() as patches:  # tests in other folders load for themselves
             for module in (share, load_drafting):
                 patches.enter_context(mock.patch.object(module, "load_model", load_shared))
-            config = EngineConfig(model=MODEL, check_invariants=True, **settings)
+            config = EngineConfig(model=model, check_invariants=True, **settings)
             executor = LateExecutor(open_executor(config)) if late else open_executor(config)
             executor.facts = replace(executor.facts, has_own_memory=own_memory)
             return EngineCore(config, executor=executor, publishes=publishes, peering=peering)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_engine(make_engine_of):
+    """The same on the real model."""
+    return partial(make_engine_of, MODEL)
+
+
+@pytest.fixture(scope="session")
+def make_shallow_engine(make_engine_of, shallow_path):
+    """The same on the real model's first layers."""
+    return partial(make_engine_of, str(shallow_path), kv_memory=360 * FRAME_BYTES)
 
 
 @pytest.fixture(scope="module", autouse=True)

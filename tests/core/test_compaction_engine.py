@@ -7,9 +7,14 @@ from drive import drive, request
 
 from pagemill.memory.compaction import Compaction
 from pagemill.sampling.params import SamplingParams
+from shallow import FRAME_BYTES
 
-FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 SMALL = {"kv_memory": 60 * FRAME_BYTES, "max_model_len": 400, "max_num_batched_tokens": 64, "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

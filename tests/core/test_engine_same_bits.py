@@ -9,16 +9,16 @@ import pytest
 import torch
 from drive import Run, drive, request
 
-from harness import FRAME_BYTES
 from pagemill.sampling.params import SamplingParams
+from shallow import FRAME_BYTES, LAYERS
 
 FORMATS = {
     "float32": ({"dtype": "float32"}, FRAME_BYTES),
     "bfloat16": ({"dtype": "bfloat16"}, FRAME_BYTES // 2),
     "gguf": ({"dtype": "bfloat16", "quantization": "gguf"}, FRAME_BYTES // 2),
-    "int8 cache": ({"dtype": "float32", "kv_cache_dtype": "int8"}, 30 * 2 * 3 * (64 + 4) * 16),
-    "int4 cache": ({"dtype": "bfloat16", "kv_cache_dtype": "int4"}, 30 * 3 * (64 + 12) * 16),
-    "mixed cache": ({"dtype": "bfloat16", "kv_cache_dtype": "int4_mixed"}, 30 * 3 * (64 + 12) * 16 * 3 // 2),
+    "int8 cache": ({"dtype": "float32", "kv_cache_dtype": "int8"}, LAYERS * 2 * 3 * (64 + 4) * 16),
+    "int4 cache": ({"dtype": "bfloat16", "kv_cache_dtype": "int4"}, LAYERS * 3 * (64 + 12) * 16),
+    "mixed cache": ({"dtype": "bfloat16", "kv_cache_dtype": "int4_mixed"}, LAYERS * 3 * (64 + 12) * 16 * 3 // 2),
     "fp8 cache": ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, FRAME_BYTES // 4),
 }
 """Settings, and the bytes of a block; of the mixed cache, with a share of the blocks of remainders."""
@@ -51,6 +51,11 @@ def formats(*quick):
 
 
 @pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
+
+
+@pytest.fixture(scope="module")
 def load(prompts):
     """Requests of many kinds: greedy and seeded, forked, of 3 to 330 prompt tokens, some with a common prefix."""
     rng = random.Random(5)
@@ -68,7 +73,7 @@ def load(prompts):
             "everything",
             joined[20:90],
             SamplingParams(
-                temperature=1.2,
+                temperature=4.0,
                 n=2,
                 seed=12,
                 presence_penalty=0.6,

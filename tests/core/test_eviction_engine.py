@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 from drive import drive, request
 
-from harness import FRAME_BYTES
 from pagemill.sampling.params import SamplingParams
+from shallow import FRAME_BYTES
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.mark.parametrize(("policy", "stays"), [("lru", False), ("lfu", True), ("cost", True)])

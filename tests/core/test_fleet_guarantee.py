@@ -5,13 +5,18 @@ from collections import Counter
 import pytest
 from drive import request
 
-from harness import FRAME_BYTES
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
 from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
+from shallow import FRAME_BYTES
 
 FRAMES, GUARANTEED = 60, 30
 LIMITS = {"calm": TenantLimits(guaranteed_blocks=GUARANTEED), "flood": TenantLimits()}
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.mark.parametrize(("elsewhere", "preempted"), [(False, True), (True, False)])

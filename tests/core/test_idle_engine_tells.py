@@ -6,7 +6,6 @@ from pathlib import Path
 
 from drive import request
 
-from harness import FRAME_BYTES
 from pagemill.config import EngineConfig
 from pagemill.distributed.replica import split_digests
 from pagemill.engine.messages import DIGEST_BYTES
@@ -16,6 +15,7 @@ from pagemill.memory.digest import extend_chain, namespace_root
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
+from shallow import FRAME_BYTES
 
 IDLE_S = 2.0
 TOLD_S = 30.0
@@ -29,10 +29,10 @@ def wakes(pid: int) -> int:
     return int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
 
 
-def test_blocks_that_leave_while_nothing_runs_are_told(model_path):
+def test_blocks_that_leave_while_nothing_runs_are_told(shallow_path):
     """Cached blocks go to host memory once nobody has used them for two seconds; that has room for some of them."""
     config = EngineConfig(
-        model=str(model_path), dtype="float32", max_model_len=1024, max_num_seqs=8, kv_memory=200 * FRAME_BYTES,
+        model=str(shallow_path), dtype="float32", max_model_len=1024, max_num_seqs=8, kv_memory=200 * FRAME_BYTES,
         kv_host_memory=HOST_FRAMES * FRAME_BYTES, tenants={"default": TenantLimits(idle_timeout_s=IDLE_S)},
     )  # fmt: skip
     told, told_s = set(), [0.0]

@@ -10,13 +10,18 @@ import resource
 import pytest
 from drive import Run, drive, request
 
-from harness import FRAME_BYTES
 from pagemill.errors import KVMemoryError, KVStoreError
 from pagemill.kvcache import read_ahead, streamed_file
 from pagemill.sampling.params import SamplingParams
+from shallow import FRAME_BYTES
 
 SMALL = {"kv_memory": 12 * FRAME_BYTES, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 """Of a pool of 12 blocks, a step writes 5; the context has 32."""
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +149,7 @@ def test_a_disk_that_can_not_read_fails_the_request_and_no_other(streaming, conv
     size = os.fstat(file).st_size
     os.ftruncate(file, size // 2)  # what lies behind the end of a file fails as a broken disk does
     finish(core, run)
-    assert_only_the_long_one_failed(core, run, expected, "the disk cannot read blocks of this context, of layer 15")
+    assert_only_the_long_one_failed(core, run, expected, "the disk cannot read blocks of this context, of layer 3")
     os.ftruncate(file, size)
     assert_computed_anew(core, conversations, expected)
 

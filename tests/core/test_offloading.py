@@ -12,7 +12,6 @@ import pytest
 from drive import drive, request
 
 from device_tier import DeviceTier
-from harness import FRAME_BYTES
 from pagemill.distributed.replica import split_digests
 from pagemill.engine import tiers as engine_tiers
 from pagemill.engine.messages import DIGEST_BYTES
@@ -27,11 +26,17 @@ from pagemill.memory.work import MemoryWork
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.tenant_limits import TenantLimits
+from shallow import FRAME_BYTES
 
 LENGTH, BLOCKS = 200, 12
 """The length of each prompt, in tokens and in whole blocks."""
 SLOT_BYTES = FRAME_BYTES + 4096
 """Of a block on disk."""
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +357,7 @@ def test_beside_a_gpu_an_engine_starts_without_host_memory_that_the_system_refus
     core = make_engine(**SMALL, own_memory=True)
     assert core.tiers is None
     assert core.ready.host_bytes == 0
-    assert "no host memory for evicted KV blocks: the pool has 21 MiB, and" in caplog.text
+    assert "no host memory for evicted KV blocks: the pool has 4 MiB, and" in caplog.text
     core.close()
 
 

@@ -8,9 +8,9 @@ import pytest
 from drive import Run, drive, request
 from tests.eager_drafter import Eager
 
-from harness import FRAME_BYTES
 from pagemill.errors import EngineDeadError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from shallow import FRAME_BYTES
 
 WAYS = {
     "calm": {},
@@ -25,6 +25,11 @@ WAYS = {
     },
     "n-grams": {"speculative_config": {"method": "ngram"}},
 }
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,16 @@ from pagemill.kvcache.load_time import LoadTime
 from pagemill.memory.digest import extend_chain
 from pagemill.sampling.params import SamplingParams
 from peer_proxy import Proxy
+from shallow import FRAME_BYTES
 
 SECRET = b"s" * 32
 LENGTH = 200
-SETTINGS = {"kv_memory": "48MiB", "max_model_len": 512, "max_num_seqs": 4}
+SETTINGS = {"kv_memory": 68 * FRAME_BYTES, "max_model_len": 512, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +125,9 @@ def test_a_peer_that_is_gone_costs_no_request(prompt, make_peer):
 
 
 def test_what_the_peer_has_evicted_comes_from_its_lower_tiers_or_is_computed(prompt, make_peer, tmp_path, monkeypatch):
-    first = make_peer(kv_memory="24MiB", kv_host_memory="8MiB", kv_disk_memory="1GiB", kv_disk_path=str(tmp_path))
+    first = make_peer(
+        kv_memory=34 * FRAME_BYTES, kv_host_memory=11 * FRAME_BYTES, kv_disk_memory="1GiB", kv_disk_path=str(tmp_path)
+    )
     second, third = make_peer(), make_peer()
     expected = drive(first, [asked("a", prompt)]).tokens
     drive(first, [asked(f"o{at}", [7 + at, *prompt[at:]]) for at in range(4)])
@@ -145,7 +153,7 @@ def test_engines_that_compute_other_bits_say_so_and_share_nothing(prompt, make_p
 def test_two_engines_that_share_a_folder_find_what_the_other_has_kept(prompt, make_engine, tmp_path, monkeypatch):
     monkeypatch.setattr(LoadTime, "pays", lambda *how: True)
     folder = {"kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
-    first, second = (make_engine(**{**SETTINGS, "kv_memory": "24MiB"}, **folder) for _ in range(2))
+    first, second = (make_engine(**{**SETTINGS, "kv_memory": 34 * FRAME_BYTES}, **folder) for _ in range(2))
     expected = drive(first, [asked("a", prompt)]).tokens
     drive(first, [asked(f"o{at}", [7 + at, *prompt[at:]]) for at in range(4)])
     first.tiers.transfers.flush()
@@ -156,7 +164,7 @@ def test_two_engines_that_share_a_folder_find_what_the_other_has_kept(prompt, ma
 
 
 def test_what_is_read_beside_steps_is_whole_or_not_there(prompt, make_peer):
-    core = make_peer(kv_memory="24MiB")
+    core = make_peer(kv_memory=34 * FRAME_BYTES)
     digests = []
     extend_chain(digests, core.root(asked("q", prompt)), prompt, 16)
     drive(core, [asked("a", prompt)])

@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 from drive import Run, drive, record_logits, request
 
-from harness import FRAME_BYTES
 from pagemill.errors import ConfigError, KVMemoryError, PoolShrunkError, RequestTooLargeError, ResizeFailedError
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
+from shallow import FRAME_BYTES
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

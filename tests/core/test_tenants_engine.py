@@ -13,21 +13,21 @@ from pagemill.errors import (
     SessionLimitError,
     UnknownTenantError,
 )
+from shallow import FRAME_BYTES
 
-MODEL = "smollm2-135m"
 BLOCK = 16
 PROMPT = "The history of paging begins with the Atlas computer, built in Manchester. " * 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 @pytest.fixture
-def llm():
+def llm(shallow_path):
     with LLM(
-        MODEL,
+        str(shallow_path),
         max_model_len=256,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        kv_memory=40 * BLOCK * 30 * 2 * 3 * 64 * 4,
+        kv_memory=40 * FRAME_BYTES,
         dtype="float32",
         tenants={"calm": TenantLimits(guaranteed_blocks="50%"), "wild": {"max_blocks": 12, "weight": 0.5}},
         check_invariants=True,

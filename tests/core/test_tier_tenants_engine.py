@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from drive import drive, request
 
-from harness import FRAME_BYTES
 from pagemill.kvcache.load_time import LoadTime
 from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
+from shallow import FRAME_BYTES
 
 LENGTH, BLOCKS = 200, 12
 """The length of each prompt, in tokens and in whole blocks."""
@@ -17,6 +17,11 @@ SMALL = {"kv_memory": 30 * FRAME_BYTES, "max_model_len": 352, "max_num_seqs": 2,
 """Room for two of the prompts."""
 ROOM = 36
 """The size of the tier, in blocks: three prompts."""
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_shallow_engine):
+    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,15 @@ import time
 import pytest
 from benchmarks.fleet_here import fleet_of, replicas_here
 
-from harness import FRAME_BYTES
 from pagemill.config import EngineConfig
 from pagemill.distributed import fleet as fleet_module
 from pagemill.distributed.replica import split_digests
 from pagemill.distributed.routing import Router
 from pagemill.engine.messages import EngineRequest, name_in_memory, name_on_disk
-from pagemill.hub import resolve_model
 from pagemill.memory.digest import extend_chain, namespace_root
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
+from shallow import FRAME_BYTES
 
 LENGTH, BLOCKS = 200, 12
 POOL, HOST = 30, 6
@@ -82,16 +81,16 @@ def prompt_of(number):
     return [*range(1000 + number * LENGTH, 1000 + (number + 1) * LENGTH)]
 
 
-def config(folder, **more):
+def config(model, folder, **more):
     return EngineConfig(
-        model=str(resolve_model("smollm2-135m")), dtype="float32", max_model_len=352, max_num_seqs=2,
+        model=str(model), dtype="float32", max_model_len=352, max_num_seqs=2,
         kv_memory=POOL * FRAME_BYTES, kv_host_memory=HOST * FRAME_BYTES, kv_disk_memory="1GiB",
         kv_disk_path=str(folder), num_threads=1, **more,
     )  # fmt: skip
 
 
-def test_a_prefix_that_lies_on_a_disk_alone_draws_its_request_there_after_a_restart_too(tmp_path):
-    configs = {name: config(tmp_path / name) for name in ("a", "b")}
+def test_a_prefix_that_lies_on_a_disk_alone_draws_its_request_there_after_a_restart_too(shallow_path, tmp_path):
+    configs = {name: config(shallow_path, tmp_path / name) for name in ("a", "b")}
     homes = {number: "ab"[number % 2] for number in range(4)}
     prompts = [prompt_of(number) for number in homes]
 
@@ -115,9 +114,9 @@ def test_a_prefix_that_lies_on_a_disk_alone_draws_its_request_there_after_a_rest
     asyncio.run(second_life())
 
 
-def test_replicas_that_share_a_folder_both_tell_what_lies_there(tmp_path):
+def test_replicas_that_share_a_folder_both_tell_what_lies_there(shallow_path, tmp_path):
     async def run():
-        configs = {name: config(tmp_path) for name in ("a", "b")}
+        configs = {name: config(shallow_path, tmp_path) for name in ("a", "b")}
         async with replicas_here(configs) as replicas, fleet_of(replicas, configs["a"]) as fleet:
             for number in range(12):
                 await fleet.answer(asked(f"{'ab'[number % 2]}:{number}", prompt_of(number)))

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from harness import FRAME_BYTES
 from pagemill import LLM, SamplingParams, errors
+from shallow import FRAME_BYTES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
 PREFIX = "You are a patient teacher of astronomy, and answer in one short sentence. " * 6
@@ -13,9 +13,9 @@ QUESTION = PREFIX + "Why is the sky dark at night?"
 
 
 @pytest.fixture(scope="module")
-def llm():
+def llm(shallow_path):
     settings = {"dtype": "float32", "max_model_len": 512, "kv_memory": 45 * FRAME_BYTES, "max_num_seqs": 4}
-    with LLM("smollm2-135m", check_invariants=True, **settings) as llm:
+    with LLM(str(shallow_path), check_invariants=True, **settings) as llm:
         yield llm
 
 

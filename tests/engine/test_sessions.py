@@ -5,8 +5,8 @@ import asyncio
 
 import pytest
 
-from harness import FRAME_BYTES
 from pagemill import LLM, BeamSearchParams, SamplingParams, errors
+from shallow import FRAME_BYTES
 
 SETTINGS = {"dtype": "float32", "max_model_len": 640, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=2)
@@ -29,9 +29,9 @@ def same(ours, theirs):
 
 
 @pytest.fixture(scope="module")
-def whole():
+def whole(shallow_path):
     """Every turn's prompt and answer, computed at once by an engine that keeps nothing: (prompt token ids, answer)."""
-    with LLM("smollm2-135m", enable_prefix_caching=False, **SETTINGS, kv_memory=60 * FRAME_BYTES) as llm:
+    with LLM(str(shallow_path), enable_prefix_caching=False, **SETTINGS, kv_memory=60 * FRAME_BYTES) as llm:
         tokens, turns = [], []
         opening = llm.tokenizer.encode(llm.tokenizer.apply_chat_template(user(TURNS[0])), add_special_tokens=False)
         for text in TURNS:
@@ -61,7 +61,7 @@ def flood(llm):
         "restart from host",
     ],
 )
-def test_a_resumed_session_answers_as_if_it_had_never_stopped(whole, tmp_path, tier):
+def test_a_resumed_session_answers_as_if_it_had_never_stopped(whole, shallow_path, tmp_path, tier):
     settings = {**SETTINGS, "kv_memory": 60 * FRAME_BYTES, "check_invariants": True}
     restarts = tier.startswith("restart")
     if tier in ("host", "restart from host"):
@@ -70,7 +70,7 @@ def test_a_resumed_session_answers_as_if_it_had_never_stopped(whole, tmp_path, t
         settings |= {"kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
     if restarts:
         settings["session_path"] = str(tmp_path / "sessions")
-    llm = LLM("smollm2-135m", **settings)
+    llm = LLM(str(shallow_path), **settings)
     known = 0
     for text, (tokens, answer) in zip(TURNS, whole, strict=True):
         output = llm.session("story").chat(user(text), PARAMS)
@@ -86,7 +86,7 @@ def test_a_resumed_session_answers_as_if_it_had_never_stopped(whole, tmp_path, t
             flood(llm)
         if restarts:
             llm.close()
-            llm = LLM("smollm2-135m", **settings)
+            llm = LLM(str(shallow_path), **settings)
         blocks = llm.session("story").kv_blocks
         assert sum(blocks.values()) == known // 16
         lies_in = {"restart": "disk", "restart from host": "disk", "pool": "device"}.get(tier, tier)
