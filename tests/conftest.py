@@ -114,9 +114,9 @@ def shallow_path(made_once):
     """The real model's first layers, as a GGUF file: for tests of memory and plans, which are alike for all layers."""
     from pagemill.hub import resolve_model
     from served import MODEL
-    from shallow import write_shallow
+    from shallow import LAYERS, write_layers
 
-    return made_once("shallow.gguf", lambda path: write_shallow(resolve_model(MODEL), path))
+    return made_once("shallow.gguf", lambda path: write_layers(resolve_model(MODEL), path, range(LAYERS)))
 
 
 @pytest.fixture(scope="session")

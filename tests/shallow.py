@@ -1,32 +1,32 @@
-"""Shallow: the real model's first layers, for tests in which the rest would only take time. Weights and text are real,
-what it says is not."""
+"""Shallow: the real model with some of its layers. Weights and text are real, what it says is not always."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import gguf
-
 LAYERS = 6
+"""Of the model in `shallow_path`: the first ones."""
 FRAME_BYTES = LAYERS * 2 * 3 * 64 * 16 * 4
-"""In float32, blocks of 16: 3 KV heads of 64."""
+"""Of that model in float32, blocks of 16: 3 KV heads of 64."""
 
 
-def write_shallow(whole: Path, path: Path) -> None:
-    """Copies a GGUF file, but of its layers only the first ones."""
+def write_layers(whole: Path, path: Path, layers: Sequence[int]) -> None:
+    """Copies a GGUF file, but of its layers only these, in this order."""
+    import gguf
+    from benchmarks.random_gguf import finish
+
     reader = gguf.GGUFReader(whole)
     architecture = reader.fields["general.architecture"].contents()
-    count = f"{architecture}.block_count"
     writer = gguf.GGUFWriter(path, architecture)
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
-            value = LAYERS if name == count else field.contents()
-            writer.add_key_value(name, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+            value = len(layers) if name == f"{architecture}.block_count" else field.contents()
+            writer.add_key_value(name, value, *field.types[:2])
+    places = {f"blk.{layer}.": f"blk.{place}." for place, layer in enumerate(layers)}
     for tensor in reader.tensors:
-        layer = tensor.name.split(".")[1]
-        if not layer.isdigit() or int(layer) < LAYERS:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        layer = tensor.name[: tensor.name.find(".", 4) + 1] if tensor.name.startswith("blk.") else ""
+        if not layer or layer in places:
+            name = places.get(layer, "") + tensor.name.removeprefix(layer)
+            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+    finish(writer)

@@ -68,16 +68,12 @@ def make_engine_of():
     return make
 
 
-@pytest.fixture(scope="session")
-def make_engine(make_engine_of):
-    """The same on the real model."""
+@pytest.fixture(scope="module")
+def make_engine(request, make_engine_of):
+    """The same on the real model; in a file that is marked `shallow`, on its first layers."""
+    if request.node.get_closest_marker("shallow"):
+        return partial(make_engine_of, str(request.getfixturevalue("shallow_path")), kv_memory=360 * FRAME_BYTES)
     return partial(make_engine_of, MODEL)
-
-
-@pytest.fixture(scope="session")
-def make_shallow_engine(make_engine_of, shallow_path):
-    """The same on the real model's first layers."""
-    return partial(make_engine_of, str(shallow_path), kv_memory=360 * FRAME_BYTES)
 
 
 @pytest.fixture(scope="module", autouse=True)

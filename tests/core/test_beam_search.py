@@ -6,6 +6,7 @@ import pytest
 import torch
 from drive import Run, drive, record_logits, request
 
+from harness import FRAME_BYTES
 from pagemill.engine.messages import EngineRequest
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
@@ -110,9 +111,9 @@ def test_sequences_and_scores_are_those_of_transformers(alone, searches, referen
     [
         pytest.param({"max_num_batched_tokens": 512, "max_num_seqs": 64}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 6, "max_num_seqs": 6},
-        {"kv_memory": 16 * 30 * 2 * 3 * 64 * 16 * 4, "max_model_len": 128, "max_num_seqs": 64},
+        {"kv_memory": 16 * FRAME_BYTES, "max_model_len": 128, "max_num_seqs": 64},
         {
-            "kv_memory": 16 * 30 * 2 * 3 * 64 * 16 * 4,
+            "kv_memory": 16 * FRAME_BYTES,
             "max_model_len": 128,
             "max_num_seqs": 64,
             "enable_prefix_caching": False,

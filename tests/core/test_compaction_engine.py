@@ -1,4 +1,4 @@
-"""Blocks of running sequences are moved together, on the real model: no bit changes, and nothing wrong is found."""
+"""Blocks of running sequences are moved together, on a real model: no bit changes, and nothing wrong is found."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from pagemill.memory.compaction import Compaction
 from pagemill.sampling.params import SamplingParams
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 SMALL = {"kv_memory": 60 * FRAME_BYTES, "max_model_len": 400, "max_num_batched_tokens": 64, "block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from drive import Run, drive, request
 from pagemill.sampling.params import SamplingParams
 from shallow import FRAME_BYTES, LAYERS
 
+pytestmark = pytest.mark.shallow
 FORMATS = {
     "float32": ({"dtype": "float32"}, FRAME_BYTES),
     "bfloat16": ({"dtype": "bfloat16"}, FRAME_BYTES // 2),
@@ -48,11 +49,6 @@ def formats(*quick):
     """Tests every format; those that are not `quick` are slow."""
     every = [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in FORMATS]
     return pytest.mark.parametrize("alone", every, indirect=True)
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

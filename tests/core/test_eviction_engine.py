@@ -8,12 +8,8 @@ from drive import drive, request
 from pagemill.sampling.params import SamplingParams
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.mark.parametrize(("policy", "stays"), [("lru", False), ("lfu", True), ("cost", True)])

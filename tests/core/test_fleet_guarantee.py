@@ -10,13 +10,9 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 FRAMES, GUARANTEED = 60, 30
 LIMITS = {"calm": TenantLimits(guaranteed_blocks=GUARANTEED), "flood": TenantLimits()}
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.mark.parametrize(("elsewhere", "preempted"), [(False, True), (True, False)])

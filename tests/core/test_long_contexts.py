@@ -15,13 +15,9 @@ from pagemill.kvcache import read_ahead, streamed_file
 from pagemill.sampling.params import SamplingParams
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 SMALL = {"kv_memory": 12 * FRAME_BYTES, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 """Of a pool of 12 blocks, a step writes 5; the context has 32."""
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

@@ -28,15 +28,11 @@ from pagemill.scheduling.step_plan import StepPlan
 from pagemill.tenant_limits import TenantLimits
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 LENGTH, BLOCKS = 200, 12
 """The length of each prompt, in tokens and in whole blocks."""
 SLOT_BYTES = FRAME_BYTES + 4096
 """Of a block on disk."""
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

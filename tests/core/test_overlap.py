@@ -12,6 +12,7 @@ from pagemill.errors import EngineDeadError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 WAYS = {
     "calm": {},
     "small steps": {"max_num_batched_tokens": 37, "max_num_seqs": 5},
@@ -25,11 +26,6 @@ WAYS = {
     },
     "n-grams": {"speculative_config": {"method": "ngram"}},
 }
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,10 @@ from pagemill.sampling.params import SamplingParams
 from peer_proxy import Proxy
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 SECRET = b"s" * 32
 LENGTH = 200
 SETTINGS = {"kv_memory": 68 * FRAME_BYTES, "max_model_len": 512, "max_num_seqs": 4}
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

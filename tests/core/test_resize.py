@@ -11,12 +11,8 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

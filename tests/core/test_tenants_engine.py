@@ -1,4 +1,4 @@
-"""Tenants on the real model: what one is given, another does not feel, and finds nothing of."""
+"""Tenants on a real model: what one is given, another does not feel, and finds nothing of."""
 
 from __future__ import annotations
 

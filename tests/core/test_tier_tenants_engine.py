@@ -10,6 +10,7 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
 from shallow import FRAME_BYTES
 
+pytestmark = pytest.mark.shallow
 LENGTH, BLOCKS = 200, 12
 """The length of each prompt, in tokens and in whole blocks."""
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -17,11 +18,6 @@ SMALL = {"kv_memory": 30 * FRAME_BYTES, "max_model_len": 352, "max_num_seqs": 2,
 """Room for two of the prompts."""
 ROOM = 36
 """The size of the tier, in blocks: three prompts."""
-
-
-@pytest.fixture(scope="module")
-def make_engine(make_shallow_engine):
-    return make_shallow_engine
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import torch
-from benchmarks.random_gguf import finish
 from safetensors.torch import save_file
 from tests.lora_adapters import save_adapter, shapes_of
+from tests.shallow import write_layers
 
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
@@ -100,21 +99,8 @@ def save_heads(folder: Path) -> str:
 def save_draft_model(folder: Path) -> str:
     """Saves a model of `DRAFT_LAYERS` of the model's layers, and returns its file."""
     path = resolve_model(MODEL)
-    model = gguf.GGUFReader(path if path.is_file() else next(path.glob("*.gguf")))
     draft = folder / "draft.gguf"
-    writer = gguf.GGUFWriter(draft, "llama")
-    for name, field in model.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        value = len(DRAFT_LAYERS) if name == "llama.block_count" else field.contents()
-        writer.add_key_value(name, value, *field.types[:2])
-    places = {f"blk.{layer}.": f"blk.{place}." for place, layer in enumerate(DRAFT_LAYERS)}
-    for tensor in model.tensors:
-        layer = tensor.name[: tensor.name.find(".", 4) + 1] if tensor.name.startswith("blk.") else ""
-        if not layer or layer in places:
-            name = places.get(layer, "") + tensor.name.removeprefix(layer)
-            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
-    finish(writer)
+    write_layers(path if path.is_file() else next(path.glob("*.gguf")), draft, DRAFT_LAYERS)
     return str(draft)
 
 
