@@ -335,6 +335,8 @@ struct Kernels {
     void (*mask_logits)(const MaskArgs&) = nullptr;
     void (*choose_tokens)(const ChooseArgs&) = nullptr;
     void (*log_probabilities)(const LogprobArgs&) = nullptr;
+    // y [n] fp32 = x [n], or soft_cap * tanh(x / soft_cap); soft_cap 0: none. y may be x.
+    void (*widen)(const void* x, DType type, float soft_cap, float* y, int64_t n) = nullptr;
     // Elementwise exp and tanh as the kernels use them, for tests.
     void (*exp)(const float* x, float* y, int64_t n) = nullptr;
     void (*tanh)(const float* x, float* y, int64_t n) = nullptr;

@@ -27,6 +27,10 @@ void bind_elementwise(nb::module_& m) {
         Run run;
         kernels().gated(at<void>(x), x_row, at<void>(y), dtype(type), static_cast<Activation>(activation), rows, n);
     });
+    m.def("widen", [](Address x, int type, float soft_cap, Address y, int64_t n) {
+        Run run;
+        kernels().widen(at<void>(x), dtype(type), soft_cap, at<float>(y), n);
+    });
     m.def("exp", [](Address x, Address y, int64_t n) { kernels().exp(at<float>(x), at<float>(y), n); });
     m.def("tanh", [](Address x, Address y, int64_t n) { kernels().tanh(at<float>(x), at<float>(y), n); });
 }

@@ -55,7 +55,11 @@ template <class Few, class Many> struct Attention {
         Pass pass(args, task, &task + 1 < end ? &task + 1 : nullptr, padded);
         float* state = (float*)thread_scratch(thread, sizeof(float) * (states + pass.scratch_size()));
         pass.begin(state + states);
-        for (int h = 0; direct && h < task.heads; ++h) begin_states(task, task.head + h, state + h * head_states);
+        const auto for_states = [&](auto&& body) __attribute__((always_inline)) {
+            for (int h = 0; direct && h < task.heads; ++h)
+                for (int i = 0; i < rows; ++i) body(task.head + h, i, state + h * head_states + i * state_size());
+        };
+        for_states([&](int head, int row, float* of) { begin(task, head, row, of); });
         for (int64_t p = task.part_begin; p < task.part_end; ++p) {
             KeyRange ranges[kTaskTokens];
             for (int t = 0; t < task.tokens; ++t) {
@@ -85,55 +89,47 @@ template <class Few, class Many> struct Attention {
                                });
             }
         }
-        for (int h = 0; direct && h < task.heads; ++h) finish(task, task.head + h, state + h * head_states);
+        for_states([&](int head, int row, float* of) { finish(task, head, row, of); });
     }
 
-    void begin_states(const AttentionTask& task, int head, float* states) const {
-        for (int i = 0; i < task.tokens * group; ++i, states += state_size()) {
-            empty(states);
-            if (task.shared || query(task, i).shared == 0) continue;
-            const float* from = prefix_state(task, head, i);
-            for (int d = 0; d < state_size(); d += W) store(states + d, load(from + d));
-        }
+    // The state that a row over a KV head begins with.
+    void begin(const AttentionTask& task, int head, int row, float* state) const {
+        empty(state);
+        if (task.shared || query(task, row).shared == 0) return;
+        const float* from = prefix_state(task, head, row);
+        for (int d = 0; d < state_size(); d += W) store(state + d, load(from + d));
     }
 
-    // States of a task's rows for one KV head -> output and log-sum-exp, or where the rows' own partitions continue.
-    void finish(const AttentionTask& task, int head, const float* states) const {
-        const int rows = task.tokens * group;
-        for (int i = 0; i < rows; ++i) {
-            const float* state = states + i * state_size();
-            if (task.shared) {
-                float* to = prefix_state(task, head, i);
-                for (int d = 0; d < state_size(); d += W) store(to + d, load(state + d));
-                continue;
-            }
-            const float maximum = state[padded], sum = state[padded + 1];
-            const int64_t at = query(task, i).token * int64_t(args.heads) + head * group + i % group;
-            const bool none = is_empty(maximum, sum);
-            if (args.lse) args.lse[at] = none ? -kInf : maximum + __builtin_logf(sum);
-            const F divisor = broadcast(none ? 1.0f : sum);
-            with_type(args.type, [&]<class Q>(Q*) {
-                Q* out = (Q*)args.output + at * args.cache.head_dim;
-                for (int d = 0; d < args.cache.head_dim; d += W)
-                    store_upto(out + d, load(state + d) / divisor, args.cache.head_dim - d);
-            });
+    // The state that it ends with -> output and log-sum-exp, or where the row's own partitions continue.
+    void finish(const AttentionTask& task, int head, int row, const float* state) const {
+        if (task.shared) {
+            float* to = prefix_state(task, head, row);
+            for (int d = 0; d < state_size(); d += W) store(to + d, load(state + d));
+            return;
         }
+        const float maximum = state[padded], sum = state[padded + 1];
+        const int64_t at = query(task, row).token * int64_t(args.heads) + head * group + row % group;
+        const bool none = is_empty(maximum, sum);
+        if (args.lse) args.lse[at] = none ? -kInf : maximum + __builtin_logf(sum);
+        const F divisor = broadcast(none ? 1.0f : sum);
+        with_type(args.type, [&]<class Q>(Q*) {
+            Q* out = (Q*)args.output + at * args.cache.head_dim;
+            for (int d = 0; d < args.cache.head_dim; d += W)
+                store_upto(out + d, load(state + d) / divisor, args.cache.head_dim - d);
+        });
     }
 
-    // Folds the partitions of a KV head that other tasks left in the buffer; `task` spans all of them.
-    void merge(const AttentionTask& task, int h, int thread) const {
-        const int rows = task.tokens * group;
-        float* states = (float*)thread_scratch(thread, sizeof(float) * rows * state_size());
-        begin_states(task, task.head + h, states);
-        for (int64_t p = task.part_begin; p < task.part_end; ++p) {
-            const float* from =
-                partials + (task.partial + ((p - task.part_begin) * task.heads + h) * rows) * state_size();
-            for (int i = 0; i < rows; ++i, from += state_size()) {
-                const Softmax part{from[padded], from[padded + 1]};
-                fold(1, states + i * state_size(), state_size(), &part, from, padded, padded);
-            }
+    // Folds the partitions of a query head that other tasks left in the buffer; `task` spans all of them.
+    void merge(const AttentionTask& task, int query_head, int thread) const {
+        const int rows = task.tokens * group, head = query_head / group;
+        float* state = (float*)thread_scratch(thread, sizeof(float) * state_size());
+        for (int row = query_head % group; row < rows; row += group) {
+            begin(task, head, row, state);
+            fold_partitions(task.part_end - task.part_begin, state,
+                            partials + (task.partial + head * int64_t(rows) + row) * state_size(),
+                            int64_t(args.heads) * task.tokens * state_size(), padded);
+            finish(task, head, row, state);
         }
-        finish(task, task.head + h, states);
     }
 };
 
@@ -166,11 +162,10 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
         run.tasks = tasks + task;
         run.end = tasks + task_end;
         parallel(task_end - task, run);
-        const int heads = args.cache.kv_heads;
         auto merge = [&](int64_t i, int thread) {
-            run.merge(plan.merges[merge_begin + i / heads], int(i % heads), thread);
+            run.merge(plan.merges[merge_begin + i / args.heads], int(i % args.heads), thread);
         };
-        parallel((merge_end - merge_begin) * heads, merge);
+        parallel((merge_end - merge_begin) * args.heads, merge);
     };
     if (plan.shared_tasks) tasks_and_merges(0, plan.shared_tasks, 0, plan.shared_merges);
     tasks_and_merges(plan.shared_tasks, plan.num_tasks, plan.shared_merges, plan.num_merges);

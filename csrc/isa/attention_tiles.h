@@ -225,4 +225,31 @@ void fold(int rows, float* state, int64_t size, const Softmax* part, const float
     }
 }
 
+// Folds a row's next partitions, whose states lie `size` apart, as `fold` does one by one. What their values are
+// multiplied by depends on maxima alone, and is computed for many at a time.
+void fold_partitions(int64_t count, float* state, const float* parts, int64_t size, int dims) {
+    float top = state[dims], sum = state[dims + 1];
+    for (; count > 0; count -= W, parts += W * size) {
+        const int here = int(lesser<int64_t>(count, W));
+        float before[W] = {}, after[W] = {};
+        for (int i = 0; i < here; ++i) {
+            const float maximum = top, reference = parts[i * size + dims];
+            top = maximum < reference ? reference : maximum;
+            before[i] = maximum - top;
+            after[i] = reference - top;
+        }
+        store(before, exp_nonpositive(load(before)));
+        store(after, exp_nonpositive(load(after)));
+        for (int i = 0; i < here; ++i) {
+            const float* from = parts + i * size;
+            if (is_empty(from[dims], from[dims + 1])) continue;
+            const F a = broadcast(before[i]), b = broadcast(after[i]);
+            for (int d = 0; d < dims; d += W) store(state + d, fma(load(state + d), a, load(from + d) * b));
+            sum = sum * before[i] + from[dims + 1] * after[i];
+        }
+    }
+    state[dims] = top;
+    state[dims + 1] = sum;
+}
+
 }}  // namespace pagemill

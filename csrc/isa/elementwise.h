@@ -113,6 +113,18 @@ void gated(const void* x, int64_t x_row, void* y, DType type, Activation activat
     });
 }
 
+void widen(const void* x, DType type, float soft_cap, float* y, int64_t n) {
+    with_type(type, [&]<class T>(T*) {
+        for_rows((n + kSerialElements - 1) / kSerialElements, kSerialElements, [&](int64_t piece) {
+            const int64_t first = piece * kSerialElements;
+            for_vectors(lesser(n - first, kSerialElements), [&](int64_t i, auto part) __attribute__((always_inline)) {
+                const F value = part.load((const T*)x + first + i), cap = broadcast(soft_cap);
+                part.store(y + first + i, soft_cap == 0.0f ? value : tanh(value / cap) * cap);
+            });
+        });
+    });
+}
+
 void exp_all(const float* x, float* y, int64_t n) {
     for_vectors(n, [&](int64_t i, auto part) { part.store(y + i, exp(part.load(x + i))); });
 }

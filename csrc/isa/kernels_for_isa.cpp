@@ -82,6 +82,7 @@ constexpr Kernels table{.isa = NAME(PAGEMILL_ISA),
                         SHARED(mask_logits, mask_logits),
                         SHARED(choose_tokens, choose_tokens),
                         SHARED(log_probabilities, log_probabilities),
+                        SHARED(widen, widen),
                         SHARED(exp, exp_all),
                         SHARED(tanh, tanh_all)};
 

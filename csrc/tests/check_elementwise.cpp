@@ -38,6 +38,12 @@ void check_elementwise() {
             const double gate = both.get(r * 2 * n + i), up = both.get(r * 2 * n + n + i);
             expect(y.get(r * n + i), gate / (1 + std::exp(-gate)) * up, tolerance(type));
         }
+    where = "widen";
+    const float cap = below(2) ? 0 : 3;
+    Numbers wide(rows * n, DType::f32);
+    kernels().widen(x.data(), type, cap, static_cast<float*>(wide.data()), rows * n);
+    for (int64_t i = 0; i < rows * n; ++i)
+        expect(wide.get(i), cap ? cap * std::tanh(x.get(i) / cap) : x.get(i), cap ? 1e-6 : 0);
     where = "rotate";
     const int64_t heads = 1 + below(4), half = 1 + below(64), dim = 2 * half + below(2) * 16;
     Numbers heads_of(rows * heads * dim, type, 1), turned(rows * heads * dim, type);

@@ -168,6 +168,20 @@ def test_what_lies_around_the_rows_is_not_used(ops: CpuOps, k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_widening_keeps_numbers_or_caps_them(ops: CpuOps, dtype: torch.dtype) -> None:
+    for rows, size in ((1, 5), (3, 16384), (2, 49157)):
+        x = (torch.randn(rows, size) * 9).to(dtype)
+        capped = ops.widen(x.clone(), 7.0, torch.full((rows, size), torch.nan))
+        close(capped, 7 * (x.double() / 7).tanh(), torch.float32)
+        out = torch.full((rows, size), torch.nan)
+        assert torch.equal(ops.widen(x, out=out), x.float())
+        assert dtype == torch.float32 or torch.equal(out, x.float())
+        assert torch.equal(ops.widen(x), x.float())
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        ops.widen(torch.zeros(2, 4, dtype=torch.bfloat16), out=torch.empty(2, 5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_elementwise_operators_equal_torch_in_fp64(ops: CpuOps, dtype: torch.dtype) -> None:
     for rows, size in ((1, 8), (3, 576), (65, 100), (300, 64)):
         x = torch.randn(rows, size).to(dtype)

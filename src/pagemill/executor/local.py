@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.ops.interface import AllowedOutputs
+from pagemill.sampling.kernels import take_rows
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.scheduling.step_plan import DraftWork, StepPlan, StepResult
@@ -172,7 +172,7 @@ class LocalExecutor(Worker):
                 queries = _runs(queries, counts)
             if plan.forks:
                 queries, which = np.unique(queries, return_inverse=True)
-            last = _take_rows(hidden, queries)
+            last = take_rows(hidden, queries)
         choose = self._chooser(plan, last, which, only_argmax)
         if drafts:
             sampled, tokens, logprobs = self._verify(plan, choose, ends)
@@ -206,7 +206,7 @@ class LocalExecutor(Worker):
                 tokens = found if places is None else found[places]
                 if len(wrong := self.sampler.forbidden(tokens, rows)):
                     index = wrong if places is None else places[wrong]
-                    some = _take_rows(hidden, index if which is None else which[index])
+                    some = take_rows(hidden, index if which is None else which[index])
                     with torch.inference_mode():
                         logits = self.logits(some, self._logits_of(len(wrong)))
                         tokens = tokens.copy()
@@ -220,7 +220,7 @@ class LocalExecutor(Worker):
         def choose(places: NDArray[np.int64] | None, rows: NDArray[np.int32]) -> Sampled:
             index = places if which is None else which if places is None else which[places]
             with torch.inference_mode():
-                return self.sampler.sample(logits if index is None else _take_rows(logits, index), rows)
+                return self.sampler.sample(logits if index is None else take_rows(logits, index), rows)
 
         return choose
 
@@ -306,9 +306,3 @@ def _pool(
 def _runs(begins: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int64]:
     """Returns begin, begin + 1, … of each run, one run after the other."""
     return np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-
-
-def _take_rows(x: Tensor, index: NDArray[np.integer[Any]]) -> Tensor:
-    if not x.is_cpu:
-        return x[torch.from_numpy(index).to(x.device)]
-    return torch.from_numpy(x.view(torch.uint8).numpy()[index]).view(x.dtype)

@@ -158,11 +158,7 @@ class Decoder:
 
         out: float32 [rows, vocab], into which narrower logits are widened; fresh memory would cost page faults.
         """
-        logits = self.weights.lm_head(hidden)
-        cap = self.spec.final_soft_cap
-        if cap is not None:
-            return cap * torch.tanh(logits.float() / cap)
-        return logits.float() if out is None or logits.dtype == torch.float32 else out.copy_(logits)
+        return self.ops.widen(self.weights.lm_head(hidden), self.spec.final_soft_cap, out)
 
     def argmax(self, hidden: Tensor, allowed: AllowedOutputs | None = None) -> npt.NDArray[np.int64] | None:
         """Returns each row's argmax, among the allowed tokens, as the sampler finds it in `logits`; None: it has to

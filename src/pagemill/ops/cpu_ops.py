@@ -188,6 +188,18 @@ class CpuOps:
             x.data_ptr(), x.stride(0), x.stride(1), dtype_code(x), cos.data_ptr(), sin.data_ptr(), tokens, heads, half
         )
 
+    def widen(self, x: Tensor, soft_cap: float | None = None, out: Tensor | None = None) -> Tensor:
+        if x.dtype == torch.float32:
+            if soft_cap is None:
+                return x
+            out = x
+        elif out is None:
+            out = torch.empty(x.shape)
+        check_contiguous("x", x, x.dtype, tuple(x.shape))
+        check_contiguous("out", out, torch.float32, tuple(x.shape))
+        _kernels.widen(x.data_ptr(), dtype_code(x), soft_cap or 0.0, out.data_ptr(), x.numel())
+        return out
+
     def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
         rows, columns = x.shape
         if columns % 2 or x.stride(1) != 1:

@@ -112,5 +112,9 @@ class Ops(Protocol):
         view.
         """
 
+    def widen(self, x: Tensor, soft_cap: float | None = None, out: Tensor | None = None) -> Tensor:
+        """Returns x [rows, n] in fp32, or soft_cap * tanh(x / soft_cap) of it: in x itself if it is fp32, else in
+        `out`, fp32 and contiguous, if that is given."""
+
     def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
         """Returns activation(gate) * up [tokens, n] for x [tokens, 2 * n], which holds gate, then up."""

@@ -104,6 +104,10 @@ class TorchOps:
         first.copy_(rotated[0])
         second.copy_(rotated[1])
 
+    def widen(self, x: Tensor, soft_cap: float | None = None, out: Tensor | None = None) -> Tensor:
+        wide = x.float() if out is None or x.dtype == torch.float32 else out.copy_(x)
+        return wide if soft_cap is None else wide.div_(soft_cap).tanh_().mul_(soft_cap)
+
     def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)
         active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

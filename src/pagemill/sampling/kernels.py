@@ -9,7 +9,7 @@ on another device. Every result of a row is, bitwise, a function of that row's o
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,13 @@ NOT_FINITE = -1
 """Stands in the place of a token if one of the row's logits is NaN or +inf."""
 ALL_FORBIDDEN = -2
 """Stands in the place of a token if all of the row's logits are -inf."""
+
+
+def take_rows(x: torch.Tensor, index: npt.NDArray[np.integer[Any]]) -> torch.Tensor:
+    """Returns the rows x[index]. On CPU NumPy copies them: torch would wake threads of its own for rows of logits."""
+    if not x.is_cpu:
+        return x[torch.from_numpy(index).to(x.device)]
+    return torch.from_numpy(x.view(torch.uint8).numpy()[index]).view(x.dtype)
 
 
 def leave_out(top_k: Ids, top_p: Floats, min_p: Floats) -> npt.NDArray[np.bool_]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pagemill.sampling.constraints import RowConstraints, apply_constraints
-from pagemill.sampling.kernels import ALL_FORBIDDEN, Choices, Ids, SamplingKernels, leave_out
+from pagemill.sampling.kernels import ALL_FORBIDDEN, Choices, Ids, SamplingKernels, leave_out, take_rows
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.random import uniform
 
@@ -229,7 +229,7 @@ class Sampler:
         asked = np.flatnonzero(self._logprobs[rows] >= 0)
         model, places = logits, asked  # where log probabilities find what the model said
         if len(asked) and (len(constrained) or len(structured)):
-            model, places = logits[torch.from_numpy(asked).to(logits.device)], np.arange(len(asked))
+            model, places = take_rows(logits, asked), np.arange(len(asked))
         if len(constrained):
             finite = self._kernels.choose(logits, constrained, Choices.argmax(len(constrained))) >= 0
             constrained = constrained[finite]
