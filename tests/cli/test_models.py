@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from pagemill.cli.loading import LoadingBar, invite
 from pagemill.cli.ls import ls
 from pagemill.cli.rm import rm
 from pagemill.cli.wording import ago, counted
@@ -68,3 +69,13 @@ def test_words_of_counts_and_times():
     assert [ago(seconds) for seconds in times] == [
         *("0 s ago", "0 s ago", "59 s ago", "2 min ago", "2 h ago", "1 d ago", "347 d ago", "2.5 years ago")
     ]
+
+
+def test_a_models_name_is_printed_as_it_is(capsys):
+    name = "models/[bold]one[/other]"
+    invite("engine [x]", name, "http://127.0.0.1:8000", has_keys=False)
+    with LoadingBar(name) as bar:
+        bar(1, 2)
+    printed = capsys.readouterr().err
+    assert "engine [x]" in printed
+    assert f"{name} is served at http://127.0.0.1:8000/v1" in printed

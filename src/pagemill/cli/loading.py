@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from pagemill.frontend.async_llm import AsyncLLM
 
-messages = Console(stderr=True, highlight=False)
+messages = Console(stderr=True, highlight=False, markup=False)
 """For what people read; stdout is for what a command produces."""
 
 
@@ -23,9 +24,15 @@ def invite(engine: str, model: str, address: str, *, has_keys: bool) -> None:
     question = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
     messages.print(
-        f"\n[bold]{model}[/bold] is served at [bold]{address}/v1[/bold]. Try it:\n\n"
-        f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{question}'\n\n"
-        "Ctrl-C stops the server.",
+        Text.assemble(
+            "\n",
+            (model, "bold"),
+            " is served at ",
+            (f"{address}/v1", "bold"),
+            ". Try it:\n\n"
+            f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{question}'\n\n"
+            "Ctrl-C stops the server.",
+        ),
         soft_wrap=True,
     )
 
@@ -34,7 +41,7 @@ class LoadingBar(Progress):
     """A bar on stderr, in bytes of weights; nothing where stderr is no terminal."""
 
     def __init__(self, model: str) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeElapsedColumn()
         super().__init__(*columns, console=messages, transient=True, disable=not messages.is_terminal)
         self._model = model
         self._loading = self.add_task(f"loading {model}", total=None)
