@@ -115,7 +115,7 @@ def test_few_and_many_rows_with_scores_far_apart(backend: CpuAttention, heads: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_threads(backend: CpuAttention, options: dict[str, object], dtype: torch.dtype) -> None:
-    rows = [(3000, 1), (2600, 3), (500, 500), (40, 1)]
+    rows = [(5000, 1), (2600, 3), (500, 500), (40, 1)]
     query_dtype = torch.float32 if dtype == torch.int8 else dtype
     case = PagedCase(rows, heads=6, dtype=dtype, query_dtype=query_dtype, seed=22)
     case.write_all(backend)

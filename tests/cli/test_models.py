@@ -74,8 +74,9 @@ def test_words_of_counts_and_times():
 def test_a_models_name_is_printed_as_it_is(capsys):
     name = "models/[bold]one[/other]"
     invite("engine [x]", name, "http://127.0.0.1:8000", has_keys=False)
-    with LoadingBar(name) as bar:
-        bar(1, 2)
     printed = capsys.readouterr().err
     assert "engine [x]" in printed
     assert f"{name} is served at http://127.0.0.1:8000/v1" in printed
+    bar = LoadingBar(name)
+    bar(1, 2)
+    assert bar.columns[0].render(bar.tasks[0]).plain == f"loading {name}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.core.drive import request
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagemill.sampling.params import SamplingParams
@@ -13,11 +14,11 @@ from pagemill.sampling.params import SamplingParams
 pytestmark = pytest.mark.shallow
 
 GRAIN = 32768
-"""Elements from which on torch takes more threads than one (at::internal::GRAIN_SIZE)."""
+"""With more elements than these, torch takes more than one thread (at::internal::GRAIN_SIZE)."""
 
 
 class Shared(TorchDispatchMode):
-    """Notes the operators that write as many elements as torch shares."""
+    """Notes the operators that read or write more elements than one thread would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,30 +26,54 @@ class Shared(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.numel() >= GRAIN:
-            name, given = str(operator.overloadpacket), [arg for arg in args if isinstance(arg, torch.Tensor)]
-            is_view = not name.endswith("_") and any(
-                result.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in given
-            )
-            if not is_view and name not in ("aten.empty", "aten.index_put_"):  # the latter writes where it indexes
-                self.noted.append(f"{name} {tuple(result.shape)}")
+        name = str(operator.overloadpacket)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        large = [tuple(x.shape) for x in tensors if x.numel() > GRAIN]
+        if large and not _is_view(name, tensors[0], result) and not _takes_few(name, args, result):
+            self.noted.append(f"{name} {large}")
         return result
 
 
+def _is_view(name, given, result):
+    return (
+        isinstance(result, torch.Tensor)
+        and not name.endswith("_")
+        and result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    )
+
+
+def _takes_few(name, args, result):
+    """Returns whether an operator touches only a few elements of what it is given, by their places."""
+    if name == "aten.index":
+        return result.numel() <= GRAIN
+    if name == "aten.index_put_":
+        whole = args[0]
+        return len(args[1]) == whole.dim() and args[1][-1].numel() <= GRAIN
+    return name == "aten.empty"
+
+
+GREEDY = [{"temperature": 0.0}, {"temperature": 0.0, "ignore_eos": True}]
+SAMPLED = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 2},
+    {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}, "logprobs": 3, "seed": 3},
+    {"allowed_token_ids": list(range(100, 400)), "seed": 4},
+]
+
+
+@pytest.mark.parametrize("wanted", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_decode_step_leaves_torch_nothing_to_share(make_engine, prompts, dtype):
+def test_a_decode_step_leaves_torch_nothing_to_share(make_engine, prompts, dtype, wanted):
     core = make_engine(dtype=dtype)
-    for number, params in enumerate([
-        SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=1, max_tokens=8, ignore_eos=True),
-        SamplingParams(temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, seed=2, max_tokens=8, ignore_eos=True),
-        SamplingParams(repetition_penalty=1.2, logit_bias={5: 1.0}, logprobs=3, seed=3, max_tokens=8, ignore_eos=True),
-    ]):  # fmt: skip
+    assert core.ready.vocab_size > GRAIN
+    for number, params in enumerate(wanted):
+        params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True} | params)
         core.add_request(request(f"{number}", prompts[number], params))
-    for _ in range(3):
+    while core.stats().generated_tokens < 2 * len(wanted):
         core.step()
     with Shared() as shared:
-        for _ in range(3):
-            core.step()
-    assert shared.noted == []
+        given = [len(output.new_token_ids) for _ in range(3) for output in core.step()]
     core.close()
+    assert given == [1] * 3 * len(wanted)
+    assert shared.noted == []

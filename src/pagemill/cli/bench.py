@@ -70,7 +70,7 @@ def bench(
     else:
         from rich.console import Console
 
-        Console().print(report.table())
+        Console(markup=False, emoji=False).print(report.table())
     if report.failed_requests:
         raise typer.Exit(1)
 

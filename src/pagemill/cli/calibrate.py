@@ -32,7 +32,7 @@ def calibrate(
     kept beside OUT until all is, so a run that was cut off goes on where it was.
     """
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
     from pagemill.config import config_for
@@ -42,10 +42,11 @@ def calibrate(
     if out.suffix != ".json":
         raise ConfigError(f"--out is {str(out)!r}; its name must end in .json, or pagemill plan would not read it")
     check_out_file("--out", out)
-    messages = Console(stderr=True, highlight=False)
+    messages = Console(stderr=True, highlight=False, markup=False)
     config = config_for("pagemill calibrate", model, settings)
     kept = out.with_name(f".{out.name}.steps")
-    with Progress(console=messages, transient=True, disable=not messages.is_terminal) as bar:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
         loading, measuring = bar.add_task(f"loading {model}", total=None), bar.add_task("measuring steps", total=None)
         found = measure(
             config,

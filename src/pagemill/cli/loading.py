@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pagemill.frontend.async_llm import AsyncLLM
 
-messages = Console(stderr=True, highlight=False, markup=False)
+messages = Console(stderr=True, highlight=False, markup=False, emoji=False)
 """For what people read; stdout is for what a command produces."""
 
 

@@ -133,6 +133,6 @@ def plan(
     if as_json:
         sys.stdout.write(json.dumps(as_dict(found), indent=2, allow_nan=False) + "\n")
         return
-    Console(highlight=False).print(Group(*table(found)), crop=False)
+    Console(highlight=False, markup=False, emoji=False).print(Group(*table(found)), crop=False)
     if plot is not None:
         sys.stdout.write(f"wrote {plot}\n")

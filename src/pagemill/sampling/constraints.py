@@ -122,7 +122,8 @@ def apply_constraints(logits: torch.Tensor, rows: Sequence[tuple[int, RowConstra
     if limited:
         index = places([row * vocab_size + allowed for row, allowed in limited])
         kept = flat[index]
-        logits[torch.tensor([row for row, _ in limited], device=logits.device)] = -torch.inf
+        for row, _ in limited:
+            _forbid_all(logits[row])
         flat[index] = kept
     banned = [row * vocab_size + np.array(ids, np.int64) for row, c in rows if (ids := c.banned())]
     if banned:
@@ -136,6 +137,13 @@ def apply_constraints(logits: torch.Tensor, rows: Sequence[tuple[int, RowConstra
     penalized = [(row, c, *c.seen()) for row, c in rows if c.penalized]
     if penalized:
         _apply_penalties(flat, vocab_size, penalized)
+
+
+def _forbid_all(row: torch.Tensor) -> None:
+    if row.is_cpu:
+        row.numpy().fill(-np.inf)  # torch would wake threads of its own
+    else:
+        row.fill_(-torch.inf)
 
 
 def _apply_penalties(
