@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LAYERS = 6
-"""Of the model in `shallow_path`: the first ones."""
+"""The model in `shallow_path` has so many of the real model's layers, the first ones."""
 FRAME_BYTES = LAYERS * 2 * 3 * 64 * 16 * 4
-"""Of that model in float32, blocks of 16: 3 KV heads of 64."""
+"""A block of 16 tokens of that model takes so many bytes in float32: each layer has 3 KV heads of 64."""
 
 
 def write_layers(whole: Path, path: Path, layers: Sequence[int]) -> None:

@@ -199,6 +199,13 @@ INLINE void add_scores(float* scores, const float* more, const KeyRange& keys) {
 // vector.
 INLINE bool is_empty(float maximum, float sum) { return maximum == -kInf && sum == 0.0f; }
 
+// Adds a partition's values and sum to a state; both are multiplied by what a greater maximum leaves of them.
+INLINE void add_partition(float* state, float before, const float* values, float sum, float after, int dims) {
+    const F a = broadcast(before), b = broadcast(after);
+    for (int d = 0; d < dims; d += W) store(state + d, fma(load(state + d), a, load(values + d) * b));
+    state[dims + 1] = state[dims + 1] * before + sum * after;
+}
+
 // Folds the next partition into rows' states, which lie `size` apart; its values lie `dims` apart.
 void fold(int rows, float* state, int64_t size, const Softmax* part, const float* values, int64_t values_size,
           int dims) {
@@ -216,11 +223,8 @@ void fold(int rows, float* state, int64_t size, const Softmax* part, const float
         for (int r = 0; r < count; ++r) {
             if (is_empty(part[r].reference, part[r].sum)) continue;
             float* to = state + r * size;
-            const float* from = values + r * values_size;
-            const F a = broadcast(before[r]), b = broadcast(after[r]);
-            for (int d = 0; d < dims; d += W) store(to + d, fma(load(to + d), a, load(from + d) * b));
+            add_partition(to, before[r], values + r * values_size, part[r].sum, after[r], dims);
             to[dims] = top[r];
-            to[dims + 1] = to[dims + 1] * before[r] + part[r].sum * after[r];
         }
     }
 }
@@ -228,7 +232,7 @@ void fold(int rows, float* state, int64_t size, const Softmax* part, const float
 // Folds a row's next partitions, whose states lie `size` apart, as `fold` does one by one. What their values are
 // multiplied by depends on maxima alone, and is computed for many at a time.
 void fold_partitions(int64_t count, float* state, const float* parts, int64_t size, int dims) {
-    float top = state[dims], sum = state[dims + 1];
+    float top = state[dims];
     for (; count > 0; count -= W, parts += W * size) {
         const int here = int(lesser<int64_t>(count, W));
         float before[W] = {}, after[W] = {};
@@ -243,13 +247,10 @@ void fold_partitions(int64_t count, float* state, const float* parts, int64_t si
         for (int i = 0; i < here; ++i) {
             const float* from = parts + i * size;
             if (is_empty(from[dims], from[dims + 1])) continue;
-            const F a = broadcast(before[i]), b = broadcast(after[i]);
-            for (int d = 0; d < dims; d += W) store(state + d, fma(load(state + d), a, load(from + d) * b));
-            sum = sum * before[i] + from[dims + 1] * after[i];
+            add_partition(state, before[i], from, from[dims + 1], after[i], dims);
         }
     }
     state[dims] = top;
-    state[dims + 1] = sum;
 }
 
 }}  // namespace pagemill

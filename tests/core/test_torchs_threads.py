@@ -52,7 +52,7 @@ def _takes_few(name, args, result):
     return name == "aten.empty"
 
 
-GREEDY = [{"temperature": 0.0}, {"temperature": 0.0, "ignore_eos": True}]
+GREEDY = [{"temperature": 0.0}, {"temperature": 0.0}]
 SAMPLED = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 1},
@@ -68,7 +68,7 @@ def test_a_decode_step_leaves_torch_nothing_to_share(make_engine, prompts, dtype
     core = make_engine(dtype=dtype)
     assert core.ready.vocab_size > GRAIN
     for number, params in enumerate(wanted):
-        params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True} | params)
+        params = SamplingParams(max_tokens=8, ignore_eos=True, **params)
         core.add_request(request(f"{number}", prompts[number], params))
     while core.stats().generated_tokens < 2 * len(wanted):
         core.step()

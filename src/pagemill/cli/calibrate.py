@@ -35,6 +35,7 @@ def calibrate(
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
+    from pagemill.cli.loading import messages
     from pagemill.config import config_for
     from pagemill.errors import ConfigError
     from pagemill.planner.calibration import calibrate as measure
@@ -42,7 +43,6 @@ def calibrate(
     if out.suffix != ".json":
         raise ConfigError(f"--out is {str(out)!r}; its name must end in .json, or pagemill plan would not read it")
     check_out_file("--out", out)
-    messages = Console(stderr=True, highlight=False, markup=False)
     config = config_for("pagemill calibrate", model, settings)
     kept = out.with_name(f".{out.name}.steps")
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
