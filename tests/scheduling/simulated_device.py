@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from pagemill.errors import NonFiniteLogitsError
 from pagemill.sampling.params import TokenLogprobs
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
@@ -52,6 +53,8 @@ class SimulatedDevice:
         self.logprobs: dict[int, int | None] = {}
         self.computed_tokens = 0
         self.random = random.Random(0)
+        self.not_finite: set[int] = set()
+        """Rows (persistent) whose logits are not finite."""
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
@@ -84,7 +87,9 @@ class SimulatedDevice:
         """faulty: rows (persistent) whose forward pass fails."""
         result = StepResult()
         for index, row in enumerate(plan.rows.tolist()):
-            if row in faulty:
+            if row in self.not_finite:
+                result.failed[index] = NonFiniteLogitsError.of("logits")
+            elif row in faulty:
                 result.failed[index] = RuntimeError(f"row {row} failed")
         for at, to in zip(
             plan.sample_from[plan.branches].tolist(), plan.sample_to[plan.branches].tolist(), strict=True

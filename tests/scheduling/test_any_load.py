@@ -53,6 +53,7 @@ scripts = st.lists(
                 "add",
                 "abort",
                 "fault",
+                "not finite",
                 "finish",
                 "fork",
                 "resize",
@@ -208,6 +209,10 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             add()
         elif action == "fault":
             bench.step(frozenset([pick % max_num_seqs]))
+        elif action == "not finite":
+            bench.device.not_finite.add(pick % max_num_seqs)
+            bench.step()
+            bench.device.not_finite.clear()
         elif action == "talk":
             talk(pick)
         elif action == "pin":

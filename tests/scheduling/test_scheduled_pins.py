@@ -190,3 +190,43 @@ def test_with_windows_a_pinned_prefix_counts_in_full():
         bench.scheduler.add(make_request("larger", [1, 2] * 10 + [9] * 9, 4))
     bench.scheduler.add(make_request("fits", [1, 2] * 10 + [9] * 7, 2, ignore_eos=True))
     bench.run()
+
+
+def test_who_shares_blocks_with_a_sequence_whose_logits_are_not_finite_goes_on_and_pins_stay():
+    bench = Bench(frames=20, budget=64)
+    prompt = [20 + i for i in range(29)]
+    bad = make_request("bad", prompt, 20, ignore_eos=True)
+    bench.scheduler.add(bad)
+    bench.step()
+    bench.scheduler.add(make_request("pin", prompt[:12], 1, pin="system"))
+    beside = make_request("beside", [*prompt, 7], 20, ignore_eos=True)
+    bench.scheduler.add(beside)
+    bench.step()
+    bench.step()
+    (row,) = [one.row for one in bench.scheduler.state.running if one.request is bad]
+    bench.device.not_finite.add(row)
+    bench.step()
+    assert bench.reasons["bad", 0] == "error"
+    bench.device.not_finite.clear()
+    (pin,) = bench.scheduler.pins.list()
+    assert bench.memory.peek(pin.digests, bad.root) == 3
+    bench.run_steps()
+    assert bench.outputs["beside", 0] == expected(beside, 0)
+    bench.scheduler.add(make_request("again", [*prompt, 8], 1))
+    bench.run_steps()
+    assert bench.scheduler.prefix_hit_tokens == 12 + 28 + 28
+
+
+def test_nobody_finds_what_only_a_sequence_had_whose_logits_are_not_finite():
+    bench = Bench(frames=20, budget=64)
+    prompt = [20 + i for i in range(29)]
+    bench.scheduler.add(make_request("first", prompt[:9], 1))
+    bench.run_steps()
+    bench.scheduler.add(make_request("bad", prompt, 20, ignore_eos=True))
+    bench.step()
+    bench.device.not_finite.add(bench.scheduler.state.running[0].row)
+    bench.step()
+    bench.device.not_finite.clear()
+    bench.scheduler.add(make_request("again", prompt, 1))
+    bench.run_steps()
+    assert bench.scheduler.prefix_hit_tokens == 8

@@ -6,6 +6,7 @@ found again until its frame is needed, and tells the device what to do. Every me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
@@ -294,11 +295,12 @@ class MemoryManager:
         """
         moving.forget_lost(self.core, frames)
 
-    def distrust(self, parts: Iterable[tuple[BlockTable, int]]) -> None:
-        """Makes what tables hold behind so many tokens of each unfindable, as `forget_lost` does."""
-        size = self.block_size
-        held = [block for table, start in parts for entries in table.blocks for block in entries[start // size :]]
-        self.forget_lost(set(self.core.frames_of([block for block in held if block >= 0])))
+    def distrust(self, tables: Sequence[BlockTable]) -> None:
+        """Makes what these tables hold, and no other table holds, unfindable, as `forget_lost` does. O(blocks)."""
+        held = Counter(block for table in tables for block in table.held)
+        references = self.core.blocks.references
+        own = [block for block, times in held.items() if references[block] == times]
+        self.forget_lost(set(self.core.frames_of(own)))
 
     def reset(self) -> bool:
         """Makes all cached blocks unfindable, unsaved, so that every frame is free. Returns False, and changes nothing,

@@ -143,11 +143,16 @@ class Commits:
         return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]
 
     def _distrust(self, entries: list[Entry], failed: dict[int, Exception]) -> None:
-        """Lets nobody find what was computed for sequences whose logits are not finite."""
-        suspect = [entries[at].sequence for at, why in failed.items() if isinstance(why, NonFiniteLogitsError)]
-        parts = [(one.table, one.num_cached_tokens) for one in suspect if one.table is not None]
-        if parts:
-            self._memory.distrust(parts)
+        """Lets nobody find in the pool what only sequences hold whose logits are not finite.
+
+        Others that hold blocks of theirs go on, and are distrusted too if their own logits turn out so.
+        """
+        failing = {entries[at].sequence for at, why in failed.items() if isinstance(why, NonFiniteLogitsError)}
+        ending = [one for one in failing for one in (one.group.beams if one.group else [one])]
+        tables = [one.table for one in ending if one.table is not None]
+        tables += [branch.table for one in ending for branch in one.branches]
+        if tables:
+            self._memory.distrust(tables)
 
     def _keep(self, sequence: Sequence, start: int, end: int) -> None:
         """Commits a sequence's tokens from `start` to `end`, and wakes who waits for a block that they fill."""
