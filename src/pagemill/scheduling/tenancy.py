@@ -161,15 +161,17 @@ class Tenancy:
         self._memory.set_quotas({name: _quota(state.limits, frames) for name, state in self._states.items()})
 
     def fits(self, request: Request, need: int, pinned: int) -> bool:
-        """Returns whether one sequence of this request can count on `need` blocks, of which pins hold `pinned`.
+        """Returns whether each sequence of this request can count on `need` blocks, of which pins hold `pinned`.
 
-        They must be within its tenant's quota, the limit per request and, of a session's, per session, and be
-        guaranteed to nobody else. Raises UnknownTenantError.
+        They must be within its tenant's quota, all together within the limit per request and, of a session's, per
+        session, and be guaranteed to nobody else. Raises UnknownTenantError.
         """
         state, frames = self[request.tenant], self._memory.num_frames
-        own = ["max_blocks_per_request", "max_blocks_per_session"][: 1 + request.in_session]
-        limits = [state.limits.number(which, frames) for which in own]
-        return need - pinned <= self._countable(state) and all(limit is None or need <= limit for limit in limits)
+        needs = {"max_blocks_per_request": self._total(request, need)}
+        if request.in_session:
+            needs["max_blocks_per_session"] = need
+        limits = [(each, state.limits.number(which, frames)) for which, each in needs.items()]
+        return need - pinned <= self._countable(state) and all(limit is None or each <= limit for each, limit in limits)
 
     def check(self, request: Request, need: int, pinned: int) -> None:
         """Refuses a request that can never run, or may not wait now.
@@ -180,7 +182,6 @@ class Tenancy:
         state, frames, name = self[request.tenant], self._memory.num_frames, request.tenant
         limits, size, n = state.limits, self._memory.block_size, request.params.n
         asked, width = request.width
-        apart = n - 1 if request.beam is None else 0  # what a search needs is counted over all its beams
         grows = f"the request may grow to {request.max_len} tokens, which takes"
         param, shorter = "max_tokens", "lower max_tokens or the prompt's length"
         if not request.params.max_tokens:
@@ -203,8 +204,7 @@ class Tenancy:
                 blocks=need - pinned,
             )
         per_request = limits.number("max_blocks_per_request", frames)
-        shared = self._memory.windows.count(None) * (len(request.prompt_token_ids) // size)
-        total = need + apart * (need - shared)
+        total = self._total(request, need)
         if per_request is not None and total > per_request:
             raise TenantShareTooSmallError(
                 f"{grows} {total} KV blocks of {size} tokens with n={n}, but max_blocks_per_request of tenant {name!r} "
@@ -291,6 +291,12 @@ class Tenancy:
     def _rows(self, limits: TenantLimits) -> int:
         rows = limits.number("max_running", self._max_num_seqs, least=1)
         return NO_QUOTA if rows is None else rows
+
+    def _total(self, request: Request, need: int) -> int:
+        """Returns how many blocks a request takes, one of whose sequences takes `need` (of a search: all beams do)."""
+        apart = 0 if request.beam is not None else request.params.n - 1
+        shared = self._memory.windows.count(None) * (len(request.prompt_token_ids) // self._memory.block_size)
+        return need + apart * (need - shared)
 
     @property
     def _pinned(self) -> str:
