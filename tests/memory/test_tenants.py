@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagemill.errors import ConfigError, MemoryInvariantError, UnknownTenantError
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager, Shortage
-from pagemill.memory.tenants import NO_QUOTA, Quota
+from pagemill.memory.tenants import NO_QUOTA, Quota, give_way
 from pagemill.namespace import Namespace
 
 SIZE = 4
@@ -285,3 +289,19 @@ def test_of_all_tenants_what_was_used_last_is_kept_first(policy):
     kept = [save.name for save in pool.memory.cached_blocks()]
     assert [names[name.parent] for name in kept[::2]] == ["b", "c", "a", "b", "a"]
     assert [name.depth for name in kept] == [0, 1] * 5
+
+
+@given(st.lists(st.tuples(st.integers(-5, 30), st.integers(0, 12)), min_size=1, max_size=6), st.data())
+def test_whoever_has_borrowed_most_gives_way_block_by_block(owners, data):
+    borrowed, evictable = [has for has, _ in owners], {each: count for each, (_, count) in enumerate(owners) if count}
+    wanted = data.draw(st.integers(0, sum(evictable.values())))
+    expected, left = Counter(), list(borrowed)
+    for _ in range(wanted):
+        first = max((each for each in evictable if expected[each] < evictable[each]), key=left.__getitem__)
+        expected[first] += 1
+        left[first] -= 1
+    giving = give_way(evictable, borrowed.__getitem__, wanted) if wanted else {}
+    assert sum(giving.values()) == wanted
+    levels = sorted(borrowed[each] - giving.get(each, 0) for each in evictable)
+    assert levels == sorted(left[each] for each in evictable)
+    assert all(0 < count <= evictable[each] for each, count in giving.items())

@@ -100,17 +100,17 @@ class HostTier(ABC, Generic[Content]):
 
     def _make_room(self) -> list[tuple[bytes, int]]:
         """Lets blocks leave until the rest has room, and returns them."""
-        gone, spared = [], Counter[str]()
-        while (excess := self._charged.total() - self.shares.size) > 0:
-            tenant, amount = self.shares.loser(self._charged, excess)
+        gone, spared, excess = [], Counter[str](), self._charged.total() - self.shares.size
+        for tenant, amount in self.shares.giving(self._charged).items():
             order = self._order[tenant]
-            while amount > 0:
+            while amount > 0 and excess > 0:
                 block, spared[tenant] = longest_unused(order, self._wanted, spared[tenant])
                 del order[block]
                 self._leaving[block] = self._held.pop(block)
                 size = self._size(self._leaving[block][0])
                 self._charged[tenant] -= size
                 amount -= size
+                excess -= size
                 gone.append(block)
         return gone
 

@@ -215,8 +215,9 @@ class MemoryCore:
         own = min(tenant.charged + count - tenant.max_blocks, tenant.cached)
         if own > 0:
             self.evict(tenant, own)
-        while (missing := count - self.frames.num_free) > 0:
-            self.evict(*self.tenants.lender(tenant, missing))
+        if (missing := count - self.frames.num_free) > 0:
+            for lender, part in self.tenants.making_room(tenant, missing).items():
+                self.evict(lender, part)
 
     def evict(self, tenant: Tenant, count: int) -> None:
         """Ends the `count` cached blocks that the tenant's policy gives up first."""

@@ -21,8 +21,9 @@ def resize(core: MemoryCore, num_frames: int) -> None:
     frames, blocks = core.frames, core.blocks
     blocks.grow(num_frames + core.streamed.count)
     core.index.grow(num_frames + core.streamed.count)
-    while (excess := frames.num_frames - frames.num_free - num_frames) > 0:
-        core.evict(*core.tenants.loser(excess))
+    if (excess := frames.num_frames - frames.num_free - num_frames) > 0:
+        for tenant, count in core.tenants.shrinking(excess).items():
+            core.evict(tenant, count)
     frames.resize(num_frames)
     core.ghosts.resize(num_frames)
     frame_of = blocks.frame

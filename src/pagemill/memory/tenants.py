@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -146,20 +147,19 @@ class Tenants:
             return own
         return own + sum(other.lendable for other in self if other is not tenant)
 
-    def lender(self, tenant: Tenant, wanted: int) -> tuple[Tenant, int]:
-        """Returns a tenant whose cached blocks make room for `tenant`, and how many of its blocks to evict.
+    def making_room(self, tenant: Tenant, wanted: int) -> dict[Tenant, int]:
+        """Returns how many cached blocks of whom to evict so that `tenant` has room for `wanted` more.
 
-        It is the one that has borrowed most. The count may be less than `wanted`, so that the next call can choose
-        another. Some tenant must have such blocks.
+        They go from those that have borrowed most. So many must be available to the tenant.
         """
         if len(self.accounts) == 1:
-            return tenant, wanted
-        evictable = {o: o.cached if o is tenant else o.lendable for o in self}
-        return most_borrowed(evictable, lambda o: o.borrowed, wanted)
+            return {tenant: wanted}
+        evictable = {other: other.cached if other is tenant else other.lendable for other in self}
+        return give_way(evictable, lambda other: other.borrowed, wanted)
 
-    def loser(self, wanted: int) -> tuple[Tenant, int]:
-        """Returns whose cached blocks end when the pool shrinks, and how many. Guaranteed blocks are taken too."""
-        return most_borrowed({tenant: tenant.cached for tenant in self}, lambda tenant: tenant.borrowed, wanted)
+    def shrinking(self, wanted: int) -> dict[Tenant, int]:
+        """Returns how many cached blocks of whom end when the pool shrinks. Guaranteed blocks are taken too."""
+        return give_way({tenant: tenant.cached for tenant in self}, lambda tenant: tenant.borrowed, wanted)
 
 
 def refusal(quotas: Mapping[str, Quota], num_frames: int, pinned: Mapping[str, int]) -> str | None:
@@ -193,9 +193,25 @@ def promised(quotas: Mapping[str, Quota], pinned: Mapping[str, int]) -> int:
     return sum(max(quota.guaranteed, pinned.get(name, 0)) for name, quota in quotas.items())
 
 
-def most_borrowed(evictable: Mapping[Owner, int], borrowed: Callable[[Owner], int], wanted: int) -> tuple[Owner, int]:
-    """Returns who makes room, the one that has borrowed most of those who have something evictable; and how much of
-    `wanted` it gives before it has less than another."""
-    first, *others = sorted((each for each, count in evictable.items() if count), key=borrowed, reverse=True)
-    count = min(wanted, evictable[first])
-    return first, min(count, borrowed(first) - borrowed(others[0]) + 1) if others else count
+def give_way(evictable: Mapping[Owner, int], borrowed: Callable[[Owner], int], wanted: int) -> dict[Owner, int]:
+    """Returns how much each gives of `wanted`, those first that have borrowed most, and who gives nothing left out.
+
+    evictable: the most that each can give, in all at least `wanted`. Each comes down to the same level of what it has
+    borrowed, as far as it can; a remainder smaller than the number of those comes from the first of them. O(owners).
+    """
+    owners = sorted((each for each, count in evictable.items() if count), key=borrowed, reverse=True)
+    above = [(borrowed(each), evictable[each]) for each in owners]
+
+    def given(level: int) -> int:
+        return sum(min(count, max(0, has - level)) for has, count in above)
+
+    levels = range(min(has - count for has, count in above), above[0][0])
+    level = levels[bisect_right(levels, -wanted, key=lambda each: -given(each)) - 1]
+    surplus, giving = given(level) - wanted, dict[Owner, int]()
+    for each, (has, count) in reversed([*zip(owners, above, strict=True)]):
+        amount = min(count, max(0, has - level))
+        if surplus and 0 < has - level <= count:
+            amount, surplus = amount - 1, surplus - 1
+        if amount:
+            giving[each] = amount
+    return dict(reversed(giving.items()))

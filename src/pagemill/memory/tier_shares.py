@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from pagemill.memory.tenants import most_borrowed
+from pagemill.memory.tenants import give_way
 
 
 class TierShares:
@@ -24,19 +24,13 @@ class TierShares:
         self.size = size
         self.parts = parts or {}
 
-    def loser(self, held: Mapping[str, int], excess: int) -> tuple[str, int]:
-        """Returns a tenant whose blocks make room, and how much of `excess` they do before another's turn may come.
-
-        held: by tenant, what it has in the tier, with what comes. Some tenant must have something.
-        """
-        parts, size = self.parts, self.size
-        return most_borrowed(held, lambda name: held[name] - int(parts.get(name, 0.0) * size), excess)
-
     def giving(self, held: Mapping[str, int]) -> Counter[str]:
-        """Returns how much of each tenant's makes room until the rest has room."""
-        left, given = Counter(held), Counter[str]()
-        while (excess := left.total() - self.size) > 0:
-            name, count = self.loser(left, excess)
-            left[name] -= count
-            given[name] += count
-        return given
+        """Returns how much of each tenant's makes room until the rest has room.
+
+        held: by tenant, what it has in the tier, with what comes.
+        """
+        excess = sum(held.values()) - self.size
+        if excess <= 0:
+            return Counter()
+        parts, size = self.parts, self.size
+        return Counter(give_way(held, lambda name: held[name] - int(parts.get(name, 0.0) * size), excess))
