@@ -48,33 +48,33 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
     lacks_rows = False
     if draft.budget > 0:
         state.crowded = False
-    while draft.budget > 0 and (turn := state.waiting.first(passed)) is not None:
-        sequence, tenant = turn
-        guaranteed = _is_guaranteed(state, sequence, tenant)
-        if not tenant.may_run(sequence.num_rows):
-            state.waiting.level(tenant)
-            passed.add(tenant)
-            continue
-        beyond_part = lacks_rows and tenant.rows + sequence.num_rows > state.tenants.row_part
-        full = state.crowded or len(state.running) >= state.controller.max_running
-        if full and (not guaranteed or beyond_part):
-            passed.add(tenant)
-            continue
-        if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):
-            state.waiting.pop(tenant)
-            continue
-        most = max(1, draft.most(sequence))  # so that nobody waits behind a sequence that waits for others' tokens
-        limit = _open(state, sequence, tenant, guaranteed, most, now)
-        while limit is Limit.POOL and _make_room(state, turn, guaranteed, passed, draft, now):
+    for tenant in state.waiting.turns():
+        while draft.budget > 0 and tenant not in passed and (sequence := state.waiting.first(tenant)) is not None:
+            guaranteed = _is_guaranteed(state, sequence, tenant)
+            if not tenant.may_run(sequence.num_rows):
+                state.waiting.level(tenant)
+                passed.add(tenant)
+                continue
+            beyond_part = lacks_rows and tenant.rows + sequence.num_rows > state.tenants.row_part
+            full = state.crowded or len(state.running) >= state.controller.max_running
+            if full and (not guaranteed or beyond_part):
+                passed.add(tenant)
+                continue
+            if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):
+                state.waiting.pop(tenant)
+                continue
+            most = max(1, draft.most(sequence))  # so that nobody waits behind a sequence that waits for others' tokens
             limit = _open(state, sequence, tenant, guaranteed, most, now)
-        if limit is None:
-            _begin(state, sequence, tenant, draft, most, now)
-            continue
-        if limit is Limit.QUOTA:
-            state.waiting.level(tenant)
-        state.crowded = state.crowded or limit is Limit.POOL
-        lacks_rows = lacks_rows or state.batch.num_free < sequence.num_rows
-        passed.add(tenant)
+            while limit is Limit.POOL and _make_room(state, sequence, tenant, guaranteed, passed, draft, now):
+                limit = _open(state, sequence, tenant, guaranteed, most, now)
+            if limit is None:
+                _begin(state, sequence, tenant, draft, most, now)
+                continue
+            if limit is Limit.QUOTA:
+                state.waiting.level(tenant)
+            state.crowded = state.crowded or limit is Limit.POOL
+            lacks_rows = lacks_rows or state.batch.num_free < sequence.num_rows
+            passed.add(tenant)
     for tenant in state.tenants:
         tenant.fresh = 0
 
@@ -96,7 +96,8 @@ def frames_wanted(state: SchedulerState, sequence: Sequence, found: int = 0) -> 
 
 def _make_room(
     state: SchedulerState,
-    turn: tuple[Sequence, TenantState],
+    sequence: Sequence,
+    tenant: TenantState,
     guaranteed: bool,
     passed: set[TenantState],
     draft: StepDraft,
@@ -111,7 +112,6 @@ def _make_room(
         return True
     if not guaranteed:
         return False
-    sequence, tenant = turn
     loser = preemption.borrower(state.running, tenant.account)
     lacks_rows = state.batch.num_free < sequence.num_rows
     if loser is None and lacks_rows and tenant.rows + sequence.num_rows <= state.tenants.row_part:

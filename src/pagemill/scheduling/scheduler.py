@@ -262,12 +262,9 @@ class Scheduler:
 
         To be called where nothing can run, and nothing is under way that would change that.
         """
-        turn = self.state.waiting.first(())
-        return [
-            update
-            for one in (self.sequences() if turn is None else [turn[0]])
-            for update in self._commits.fail(one, error, now)
-        ]
+        waiting = self.state.waiting
+        turn = [one for tenant in waiting.turns()[:1] if (one := waiting.first(tenant))]
+        return [update for one in turn or self.sequences() for update in self._commits.fail(one, error, now)]
 
     # Sizes
 

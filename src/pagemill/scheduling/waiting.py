@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 import heapq
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 
 from pagemill.scheduling.sequence import Rank, Sequence, Status
 from pagemill.scheduling.tenancy import TenantState
@@ -53,15 +53,16 @@ class WaitingQueue:
             served = tenant.service + tokens / tenant.limits.weight
             tenant.service = max(tenant.service, min(served, min(others) + self._most))
 
-    def first(self, passed: Collection[TenantState]) -> tuple[Sequence, TenantState] | None:
-        """Returns the sequence whose turn it is, and its tenant; None if there is none beside those passed over."""
-        best: tuple[Sequence, TenantState] | None = None
-        for tenant, heap in self._heaps.items():
-            while heap and heap[0][1].status is not Status.WAITING:
-                heapq.heappop(heap)
-            if heap and tenant not in passed and (best is None or tenant.service < best[1].service):
-                best = heap[0][1], tenant
-        return best
+    def turns(self) -> list[TenantState]:
+        """Returns the tenants of whom a sequence waits, in the order of their turns."""
+        return sorted((tenant for tenant in self._heaps if self.first(tenant)), key=lambda tenant: tenant.service)
+
+    def first(self, tenant: TenantState) -> Sequence | None:
+        """Returns a tenant's first sequence; None if none waits."""
+        heap = self._heaps.get(tenant, [])
+        while heap and heap[0][1].status is not Status.WAITING:
+            heapq.heappop(heap)
+        return heap[0][1] if heap else None
 
     def pop(self, tenant: TenantState) -> None:
         """Takes out a tenant's first sequence."""
