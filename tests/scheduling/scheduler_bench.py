@@ -152,10 +152,11 @@ class OffloadStore:
         self.memory: MemoryManager | None = None
         self.blocks: dict[tuple[bytes, int], dict[int, bytes]] = {}
         self.under_way: list[tuple[int, Load]] = []
-        self.arrived = 0
+        self.arrived = self.asked = 0
 
     def stored(self, digests, found, preempted) -> int:
         assert self.memory is not None
+        self.asked += 1
         reach = self.memory.reach(digests, self.blocks.__contains__)
         assert reach >= found
         return reach

@@ -57,3 +57,25 @@ def test_of_a_prompt_whose_windows_went_down_what_the_pool_still_has_is_not_load
     assert bench.outputs["again", 0] == expected(first, 0)
     assert bench.tier.arrived == len(lacking)
     assert bench.device.computed_tokens - computed == 1 + 1
+
+
+def test_no_store_is_asked_while_there_is_no_room_beside_the_cached_blocks_that_a_load_would_hold():
+    bench = Bench(frames=24, block_size=4, budget=128, tier=1, policy="lfu")
+    assert bench.tier is not None
+    document = [20 + i for i in range(65)]
+    bench.scheduler.add(make_request("first", document, 1))
+    bench.run_steps()
+    bench.scheduler.add(make_request("runs", [500 + i for i in range(40)], 30, ignore_eos=True))
+    for _ in range(3):
+        bench.step()
+    again = make_request("again", document, 4, ignore_eos=True, arrival_s=5.0)
+    digests: list[bytes] = []
+    extend_chain(digests, again.root, document, 4)
+    assert 0 < bench.memory.peek(digests, again.root) < len(digests)
+    asked = bench.tier.asked
+    bench.scheduler.add(again)
+    for _ in range(12):
+        bench.step()
+    assert (bench.scheduler.num_running, bench.tier.asked) == (1, asked)
+    bench.run()
+    assert bench.outputs["again", 0] == expected(again, 0)

@@ -217,3 +217,26 @@ def test_a_pool_above_the_least_is_refused_where_rounded_guarantees_leave_less()
         bench.scheduler.resize(40, bench.now)
     bench.resize(39)
     bench.run()
+
+
+def test_who_has_no_room_is_not_looked_at_in_every_step_but_at_once_when_something_ends(monkeypatch):
+    bench = Bench(frames=20, budget=64)
+    looks = []
+    opened = bench.memory.open
+
+    def open_and_note(tokens, *rest):
+        looks.append(bench.steps)
+        return opened(tokens, *rest)
+
+    bench.scheduler.add(make_request("runs", [1] * 40, 24, ignore_eos=True))
+    bench.step()
+    monkeypatch.setattr(bench.memory, "open", open_and_note)
+    bench.scheduler.add(make_request("waits", [2] * 48, 2, ignore_eos=True, arrival_s=1.0))
+    for _ in range(20):
+        bench.step()
+    assert looks == [1, 5, 9, 13, 17]
+    bench.scheduler.abort("runs", bench.now)
+    bench.step()
+    assert looks[-1] == 21
+    bench.run_steps()
+    assert len(bench.outputs["waits", 0]) == 2

@@ -113,6 +113,13 @@ class MemoryManager:
         match, references = prefix_cache.match_whole(self.core, digests, root), self.core.blocks.references
         return sum(block >= 0 and references[block] > 0 for entries in match.blocks for block in entries)
 
+    def count_cached(self, digests: Sequence[bytes], root: bytes) -> int:
+        """Returns how many of the blocks that `open` would find by these digests are cached in the pool, so that nobody
+        could have their frames any more. Changes nothing."""
+        match, blocks = prefix_cache.match_whole(self.core, digests, root), self.core.blocks
+        found = [block for entries in match.blocks for block in entries if block >= 0]
+        return sum(not blocks.references[block] and not blocks.streamed[block] for block in found)
+
     def reach(self, digests: Sequence[bytes], stored: Callable[[tuple[bytes, int]], bool]) -> int:
         """Returns how many leading blocks `peek` would find if those `stored` elsewhere (digest, group) were here."""
         return self.core.index.reach(digests, stored)

@@ -11,11 +11,11 @@ from pagemill.memory.manager import MemoryManager, Opened
 from pagemill.scheduling import preemption
 from pagemill.scheduling.forecast import Floats, Forecast, Growing, surely_fits
 from pagemill.scheduling.sequence import Sequence
-from pagemill.scheduling.state import SchedulerState, StepDraft
+from pagemill.scheduling.state import Refused, SchedulerState, StepDraft
 from pagemill.scheduling.tenancy import TenantState
 
 LOOK_AGAIN = 4
-"""Steps after which it is foreseen anew whether a sequence will find room that would not have found it."""
+"""Steps after which a sequence that had no room is looked at again, though nothing has come free."""
 
 
 class Limit(Enum):
@@ -60,6 +60,10 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             if full and (not guaranteed or beyond_part):
                 passed.add(tenant)
                 continue
+            if not guaranteed and _lacks_room_still(state, sequence, tenant):
+                state.crowded = True
+                passed.add(tenant)
+                continue
             if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):
                 state.waiting.pop(tenant)
                 continue
@@ -73,7 +77,11 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             if limit is Limit.QUOTA:
                 state.waiting.level(tenant)
             state.crowded = state.crowded or limit is Limit.POOL
-            lacks_rows = lacks_rows or state.batch.num_free < sequence.num_rows
+            if state.batch.num_free < sequence.num_rows:
+                lacks_rows = True
+            elif limit is Limit.POOL and not state.put_off:
+                again = state.batch.steps + LOOK_AGAIN
+                state.refused = Refused(sequence, again, state.memory.available(tenant.account))
             passed.add(tenant)
     for tenant in state.tenants:
         tenant.fresh = 0
@@ -124,6 +132,17 @@ def _make_room(
     passed.add(state.tenants[loser.request.tenant])
     preemption.preempt(state, loser, now, draft)
     return True
+
+
+def _lacks_room_still(state: SchedulerState, sequence: Sequence, tenant: TenantState) -> bool:
+    """Returns whether a sequence found no room a few steps ago, and nothing has come free since.
+
+    To look at all of its blocks in every step would cost more than the step's other sequences.
+    """
+    refused = state.refused
+    if refused is None or refused.sequence is not sequence or not state.running:
+        return False
+    return state.batch.steps < refused.again and state.memory.available(tenant.account) <= refused.available
 
 
 def _open(
@@ -189,14 +208,10 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
     memory, lengths = state.memory, state.lengths
     if lengths is None or not state.foresees or not state.running:
         return True
-    step = state.batch.steps
-    if state.refused is not None and state.refused[0] is sequence and step < state.refused[1]:
-        return False
     available, request = memory.available(tenant.account), sequence.request
     most, held, all_sure = _most_held(state)
     most += sequence.num_rows * -(-request.max_len // memory.block_size) * len(memory.windows)
     if surely_fits(demand.in_pool + most, available + held, all_sure and request.ends_at_limit):
-        state.refused = None
         return True
     state.settle()
     forecast = Forecast(lengths, _growing(state), available, memory.block_size, memory.windows)
@@ -211,9 +226,7 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
         limited=request.params.max_tokens is not None,
     )
     others = [new] * (sequence.num_rows - 1)
-    fits = forecast.fits([new._replace(coming=demand.in_pool), *others])
-    state.refused = None if fits else (sequence, step + LOOK_AGAIN)
-    return fits
+    return forecast.fits([new._replace(coming=demand.in_pool), *others])
 
 
 def _most_held(state: SchedulerState) -> tuple[int, int, bool]:

@@ -85,7 +85,9 @@ class Loading:
         def room() -> int:
             return max(0, min(memory.available(tenant) - headroom, tenant.room))
 
-        if (wanted(found) if least_resident is None else min(wanted(found), least_resident)) > room():
+        cached = memory.count_cached(sequence.digests[:found], request.root)
+        least = wanted(found) if least_resident is None else min(wanted(found), least_resident)
+        if least > room() - cached:  # the load is about to hold these
             return None
         digests = sequence.digests[:last]
         if self._missed and (missed := next((digest for digest in digests[found:] if digest in self._missed), None)):
@@ -99,7 +101,7 @@ class Loading:
         streamed = 0 if least_resident is None else max(0, len(opened.missing) + wanted(reach) - room())
         frames = memory.reserve_load(opened, streamed)
         if frames is None:
-            memory.close(opened.table, now)
+            memory.close(opened.table, now, used=False)
             return None
         load = Load(next(self._ids), [(digests[entry], group) for entry, group in opened.missing], frames)
         self._begun.append(load)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
+from typing import NamedTuple
 
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
@@ -17,6 +18,15 @@ from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.sequence import Sequence, Status, by_rank
 from pagemill.scheduling.tenancy import Tenancy
 from pagemill.scheduling.waiting import PendingPrefixes, WaitingQueue
+
+
+class Refused(NamedTuple):
+    """A sequence that found no room; the step from which on to look again, and the frames that its tenant could have
+    had. More of these are worth an earlier look."""
+
+    sequence: Sequence
+    again: int
+    available: int
 
 
 @dataclass(eq=False, repr=False)
@@ -33,8 +43,7 @@ class SchedulerState:
     swap_blocks: how many blocks of preempted sequences host memory has room for, to come back from there.
     lengths:  how long answers became, by which admission foresees what running sequences will hold; None: it does not.
     crowded:  whether the last sequence that could have begun found no room.
-    refused:  the sequence for which no room was foreseen, and the step from which on to look again; None once another
-              has stopped.
+    refused:  the last sequence that found no room, or for which none was foreseen; None once another has stopped.
     put_off:  whether the last plan put something off until no step is in flight: blocks are to be moved or taken away.
     settle:   called before the lengths of all running sequences are read: in simulations some may lag behind.
     """
@@ -54,7 +63,7 @@ class SchedulerState:
     swap_blocks: int = 0
     lengths: AnswerLengths | None = None
     crowded: bool = False
-    refused: tuple[Sequence, int] | None = None
+    refused: Refused | None = None
     put_off: bool = False
     settle: Callable[[], None] = lambda: None
 
