@@ -465,3 +465,25 @@ def test_many_responses_at_once_need_no_room_each():
     for each in begun:
         store.commit(each, [1], [], response={})
     assert names(store) == {"resp_2"}
+
+
+def test_a_new_sessions_turn_that_fails_costs_no_response_and_one_that_ends_well_the_oldest():
+    store = store_of(max_sessions=2)
+    response(store, "resp_1")
+    response(store, "resp_2")
+    store.release(store.begin("chat", HERE, **OF))
+    assert names(store) == {"resp_1", "resp_2"}
+    for tokens in ([1], [1, 2]):
+        turn(store, "chat", tokens)
+        assert names(store) == {"resp_2", "chat"}
+
+
+def test_who_begins_waits_for_no_look_at_sessions_whose_turns_run(monkeypatch):
+    """Each may have a long conversation, and there may be many."""
+    store = store_of(max_sessions=9)
+    turn(store, "one", [1])
+    store.begin("one", HERE, **OF)
+    looked_at = []
+    monkeypatch.setattr("pagemill.sessions.store.record_of", looked_at.append)
+    store.begin("other", HERE, **OF)
+    assert looked_at == []

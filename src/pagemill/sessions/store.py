@@ -140,7 +140,7 @@ class SessionStore:
                 )
             record = self._find(name, space)
             if record is None:
-                self._make_room(space, name)
+                self._make_room(space, name, evict=False)
                 record = SessionRecord(name, space, model, tokenizer, [], None, 0, now, now, "")
             elif record.adapter != adapter:
                 raise errors.InvalidRequestError(
@@ -207,7 +207,7 @@ class SessionStore:
         """Ends a turn: the session has these tokens and messages now, and what stands beside them.
 
         Raises SessionBusyError, and keeps nothing of the turn, if another process has changed or deleted the session
-        since it was begun; SessionLimitError for a response for which there is no room any more."""
+        since it was begun; SessionLimitError for a new one for which there is no room any more."""
         kept = None if messages is None else [dict(message) for message in messages]
         record = replace(
             begun,
@@ -223,7 +223,7 @@ class SessionStore:
         with self._lock:
             try:
                 with self._transaction():
-                    if is_response(begun.name):
+                    if not begun.state:
                         self._make_room(begun.space, begun.name)
                     earlier = (*begun.space, begun.name, begun.state)
                     gone = self._db.execute(f"DELETE FROM sessions WHERE {_KEY} AND state = ?", earlier).rowcount
@@ -334,10 +334,12 @@ class SessionStore:
         return used
 
     def _make_room(self, space: Namespace, name: str, *, evict: bool = True) -> None:
-        """Raises SessionLimitError unless there is room for one more, counting named ones whose first turn runs.
+        """Raises SessionLimitError unless there is room for this one, counting others whose first turn runs, but for
+        responses.
 
         The tenant's responses give way, those first that were used longest ago. evict: False only looks."""
-        begun = [of.tenant for of, one in self._in_use if not is_response(one) and self._find(one, of) is None]
+        others = [key for key, record in self._in_use.items() if not record.state and key != (space, name)]
+        begun = [of.tenant for of, one in others if not is_response(one)]
         of_tenant, pattern = self._limits.get(space.tenant), f"{RESPONSE}*"
         query = "COUNT(*), COUNT(*) FILTER (WHERE tenant = ?), COUNT(*) FILTER (WHERE tenant = ? AND name GLOB ?)"
         ((kept, own, responses),) = self._rows(f"SELECT {query} FROM sessions", (space.tenant, space.tenant, pattern))
