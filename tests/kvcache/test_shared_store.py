@@ -214,3 +214,19 @@ def test_what_the_folder_refuses_is_an_error_that_leaves_nothing_behind(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(KVStoreError, match="cannot be opened"):
         SharedStore(tmp_path / "file", FORMAT, 1 << 20)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\xff\xfe", b"other"])
+def test_a_tenants_damaged_name_hides_its_blocks_until_one_is_stored(tmp_path, damaged):
+    with closing(shared(tmp_path, 8)) as store:
+        write(store, range(8), tenant="Jürgen")
+        (name,) = store.folder.glob("*/tenant")
+    name.write_bytes(damaged)
+    with closing(shared(tmp_path, 8)) as store:
+        assert store.names() == []
+        write(store, [8], tenant="Jürgen")
+        assert name.read_text(encoding="utf-8") == "Jürgen"
+        store.look()
+        assert read(store, range(9)) == list(range(9))
+        write(store, [9], tenant="Jürgen")
+        assert len(files(store)) == len(store.names()) == 8

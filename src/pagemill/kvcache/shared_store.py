@@ -128,12 +128,13 @@ class SharedStore:
                 self._learn(name, used_s)
 
     def _list(self) -> Iterator[tuple[Block, tuple[BlockName, float]]]:
-        """Gives blocks, with their names and times of use. Times of blocks that are known are not asked for. Removes
-        files that some process has left unfinished."""
+        """Gives blocks, with their names and times of use. Times of blocks that are known are not asked for. Leaves out
+        tenants whose name is damaged, until one of their blocks is stored. Removes files that some process has left
+        unfinished."""
         for folder in self.folder.iterdir():
             with suppress(FileNotFoundError, NotADirectoryError):
-                tenant = (folder / _TENANT_FILE).read_text()
-                for shard in folder.glob("??"):
+                tenant = (folder / _TENANT_FILE).read_bytes().decode(errors="replace")
+                for shard in folder.glob("??") if _folder_of(tenant) == folder.name else ():
                     for entry in os.scandir(shard):
                         if (found := self._look_at(entry, tenant)) is not None:
                             yield found
@@ -240,9 +241,9 @@ class SharedStore:
         path = self._path(name)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
-        tenant = path.parent.parent / _TENANT_FILE
-        if not tenant.exists():
-            self._write_whole(tenant, [name.tenant.encode()], used_s)
+        tenant, content = path.parent.parent / _TENANT_FILE, name.tenant.encode()
+        if not tenant.exists() or tenant.read_bytes() != content:
+            self._write_whole(tenant, [content], used_s)
         self._write_whole(path, [head_of(name, record), record.tobytes()], used_s)
 
     def _write_whole(self, path: Path, parts: list[bytes], used_s: float) -> None:
@@ -325,9 +326,13 @@ class SharedStore:
             self._changed[block] = None
 
     def _path(self, name: BlockName) -> Path:
-        tenant = hashlib.sha256(name.tenant.encode()).hexdigest()[:24]
         digest = name.digest.hex()
-        return self.folder / tenant / digest[:2] / f"{digest}-{name.parent.hex()}-{name.group}-{name.depth}"
+        return self.folder / _folder_of(name.tenant) / digest[:2] / f"{digest}-{name.parent.hex()}-{name.group}-{name.depth}"
+
+
+def _folder_of(tenant: str) -> str:
+    """Returns the name of the folder of a tenant's blocks."""
+    return hashlib.sha256(tenant.encode()).hexdigest()[:24]
 
 
 def _parse(file: str, tenant: str) -> BlockName | None:
