@@ -87,6 +87,9 @@ class HostTier(ABC, Generic[Content]):
         with self._lock:
             return [name for _, name in reversed(self._held.values())]
 
+    def close(self) -> None:
+        """Does nothing: the memory goes with the object."""
+
     @abstractmethod
     def _record(self, content: Content) -> NDArray[np.uint8]: ...
 
@@ -209,9 +212,6 @@ class HostStore(HostTier[NDArray[np.uint8]]):
     def _size(self, content: NDArray[np.uint8]) -> int:
         return 1
 
-    def close(self) -> None:
-        """Does nothing: the memory goes with the object."""
-
 
 class CompressedStore(HostTier[bytes]):
     """Implements `OffloadStore`. Thread-safe. Tenants share bytes.
@@ -234,9 +234,6 @@ class CompressedStore(HostTier[bytes]):
                 self._add(name, content)
             self._make_room()
         self._pass_on(spill)
-
-    def close(self) -> None:
-        """Does nothing: the memory goes with the object."""
 
     @property
     def nbytes(self) -> int:

@@ -327,7 +327,12 @@ class SharedStore:
 
     def _path(self, name: BlockName) -> Path:
         digest = name.digest.hex()
-        return self.folder / _folder_of(name.tenant) / digest[:2] / f"{digest}-{name.parent.hex()}-{name.group}-{name.depth}"
+        return (
+            self.folder
+            / _folder_of(name.tenant)
+            / digest[:2]
+            / f"{digest}-{name.parent.hex()}-{name.group}-{name.depth}"
+        )
 
 
 def _folder_of(tenant: str) -> str:

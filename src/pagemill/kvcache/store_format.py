@@ -93,7 +93,7 @@ class Slots:
     `record_bytes`."""
 
     def __init__(self, record_bytes: int) -> None:
-        self.nbytes = -(-(_HEADER.size + _CHECKSUM_BYTES + record_bytes) // PAGE_BYTES) * PAGE_BYTES
+        self.nbytes = -(-(HEAD_BYTES + record_bytes) // PAGE_BYTES) * PAGE_BYTES
         self.head_bytes = self.nbytes - record_bytes
 
     def head(self, name: BlockName, record: NDArray[np.uint8]) -> bytes:
@@ -122,11 +122,11 @@ def name_in(head: bytes) -> BlockName | None:
 def is_whole(head: NDArray[np.uint8], record: NDArray[np.uint8], digest: bytes, group: int) -> bool:
     """Returns whether head and record are what was written of this block, to the bit. record: [record_bytes], or
     [pieces, piece bytes]."""
-    raw = head[: _HEADER.size + _CHECKSUM_BYTES].tobytes()
+    raw = head[:HEAD_BYTES].tobytes()
     name = name_in(raw)
     if name is None or (name.digest, name.group) != (digest, group):
         return False
-    return raw[_HEADER.size :] == _checksum(raw[: _HEADER.size], record)
+    return raw[HEADER_BYTES:] == _checksum(raw[:HEADER_BYTES], record)
 
 
 def _checksum(fields: bytes, record: NDArray[np.uint8]) -> bytes:

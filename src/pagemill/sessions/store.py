@@ -189,9 +189,15 @@ class SessionStore:
                         f"that model, or send the conversation as input",
                         param="previous_response_id",
                     )
-                record = replace(record, token_ids=earlier.token_ids, messages=earlier.messages, tools=earlier.tools)
-                record = replace(record, num_turns=earlier.num_turns, instructions=earlier.instructions)
-                record = replace(record, response=earlier.response)
+                record = replace(
+                    record,
+                    token_ids=earlier.token_ids,
+                    messages=earlier.messages,
+                    tools=earlier.tools,
+                    num_turns=earlier.num_turns,
+                    instructions=earlier.instructions,
+                    response=earlier.response,
+                )
             self._in_use[space, name] = record
             return record
 
