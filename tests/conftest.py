@@ -26,6 +26,7 @@ from pagemill.ops.prepare import settle_vector_math
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settle_vector_math()  # references are computed with torch too
+torch.set_num_threads(1)  # others would wait in barriers, at operations as small as these or for cores of other workers
 
 LONG = frozenset({
     "soak", "attack", "test_replay_commands.py", "test_engine_same_bits.py", "test_offloading.py", "browser",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import interpreter  # noqa: F401, before triton
 
@@ -19,9 +18,6 @@ def small_model(tmp_path_factory):
 def device():
     from checked_device import CheckedDevice
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # others would wait for each other at operations as small as these
     with CheckedDevice() as device:
         yield device
         device.synchronize()
-    torch.set_num_threads(threads)

@@ -1,17 +1,8 @@
-"""The models here are tiny: a second thread costs more in barriers than it brings."""
+"""Fixtures of the tests of models."""
 
 import pytest
-import torch
 
 from pagemill.ops.torch_ops import TorchOps
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
