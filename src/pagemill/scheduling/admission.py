@@ -45,6 +45,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
     If it lacks rows, only as many may pass as are their tenant's part: else it might never find all that it needs.
     """
     passed: set[TenantState] = set()
+    limited: list[TenantState] = []
     lacks_rows = False
     if draft.budget > 0:
         state.crowded = False
@@ -52,7 +53,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
         while draft.budget > 0 and tenant not in passed and (sequence := state.waiting.first(tenant)) is not None:
             guaranteed = _is_guaranteed(state, sequence, tenant)
             if not tenant.may_run(sequence.num_rows):
-                state.waiting.level(tenant)
+                limited.append(tenant)
                 passed.add(tenant)
                 continue
             beyond_part = lacks_rows and tenant.rows + sequence.num_rows > state.tenants.row_part
@@ -75,7 +76,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
                 _begin(state, sequence, tenant, draft, most, now)
                 continue
             if limit is Limit.QUOTA:
-                state.waiting.level(tenant)
+                limited.append(tenant)
             state.crowded = state.crowded or limit is Limit.POOL
             if state.batch.num_free < sequence.num_rows:
                 lacks_rows = True
@@ -83,6 +84,8 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
                 again = state.batch.steps + LOOK_AGAIN
                 state.refused = Refused(sequence, again, state.memory.available(tenant.account))
             passed.add(tenant)
+    if limited:
+        state.waiting.level(limited)
     for tenant in state.tenants:
         tenant.fresh = 0
 

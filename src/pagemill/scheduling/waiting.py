@@ -8,9 +8,12 @@ from __future__ import annotations
 import collections.abc as abc
 import heapq
 from collections.abc import Hashable
+from operator import attrgetter
 
 from pagemill.scheduling.sequence import Rank, Sequence, Status
 from pagemill.scheduling.tenancy import TenantState
+
+by_service = attrgetter("service")
 
 
 class WaitingQueue:
@@ -31,15 +34,20 @@ class WaitingQueue:
     def push(self, sequence: Sequence, tenant: TenantState) -> None:
         heap = self._heaps.setdefault(tenant, [])
         if not heap:
-            self.level(tenant)
+            self.level([tenant])
         heapq.heappush(heap, (sequence.rank, sequence))
 
-    def level(self, tenant: TenantState) -> None:
-        """Adjusts a tenant's service, since it begins to wait for what all share."""
-        most, rest = self._most, [one for one, waiting in self._heaps.items() if waiting and one is not tenant]
-        others = [one.service - (most if one.lead > most >= tenant.lead else 0) for one in rest]
-        least = min(others, default=self._level)
-        tenant.service = min(max(tenant.service, least), least + self._most)
+    def level(self, tenants: abc.Sequence[TenantState]) -> None:
+        """Adjusts tenants' service, since they begin to wait for what all share. O(all tenants)."""
+        most, waiting = self._most, [one for one, heap in self._heaps.items() if heap]
+        ahead = heapq.nsmallest(2, (one for one in waiting if one.lead > most), key=by_service)
+        others = heapq.nsmallest(2, (one for one in waiting if one.lead <= most), key=by_service)
+        for tenant in tenants:
+            before = most if tenant.lead <= most else 0
+            services = [one.service - before for one in ahead if one is not tenant]
+            services += [one.service for one in others if one is not tenant]
+            least = min(services, default=self._level)
+            tenant.service = min(max(tenant.service, least), least + most)
 
     def note_elsewhere(self, tenant: TenantState, tokens: int) -> None:
         """Counts tokens that other engines have computed for a tenant as service, while others wait here.
@@ -55,7 +63,7 @@ class WaitingQueue:
 
     def turns(self) -> list[TenantState]:
         """Returns the tenants of whom a sequence waits, in the order of their turns."""
-        return sorted((tenant for tenant in self._heaps if self.first(tenant)), key=lambda tenant: tenant.service)
+        return sorted((tenant for tenant in self._heaps if self.first(tenant)), key=by_service)
 
     def first(self, tenant: TenantState) -> Sequence | None:
         """Returns a tenant's first sequence; None if none waits."""
