@@ -65,7 +65,7 @@ class Sizes:
 
     def spec(self) -> DecoderSpec:
         half = self.head_dim // 2
-        rope = RopeSpec(self.head_dim, tuple(500000.0 ** (-at / half) for at in range(half)))
+        rope = RopeSpec(tuple(500000.0 ** (-at / half) for at in range(half)))
         return DecoderSpec(
             family="llama", vocab_size=self.vocab, hidden_size=self.hidden, num_heads=self.heads,
             num_kv_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
