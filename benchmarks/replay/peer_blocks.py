@@ -42,8 +42,11 @@ class PeerBlocks:
 
     number:   of this replica, in `memories`, which are those of all. Layer groups with a window must not be the only
               ones: what a peer has is told by its leading group.
+    swap_blocks: as of a `LowerTier`, whose place it takes: none, since nothing is saved here.
     fetched:  blocks that have arrived. missed: blocks that were asked for in vain.
     """
+
+    swap_blocks = 0
 
     def __init__(self, network: Network, number: int, memories: Sequence[MemoryManager]) -> None:
         self._network = network
