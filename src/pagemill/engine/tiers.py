@@ -139,8 +139,8 @@ def make_tiers(
     memory: MemoryManager,
     streamed: Streamed,
     host: int,
-    publishes: bool = False,
-    peering: Peering | None = None,
+    publishes: bool,
+    peering: Peering | None,
 ) -> Tiers | None:
     """Returns the tiers that the settings ask for, less what streamed blocks take of them, and what peers hold; None if
     there is nothing of all that.
