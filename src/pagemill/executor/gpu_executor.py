@@ -35,7 +35,7 @@ TELL_S = 10.0
 """Seconds after which captures that go on tell how far they are."""
 
 
-class Flight:
+class LaunchedStep:
     """Holds a step that the device has been given, until its tokens have come.
 
     places: by sample, where its token is among the results. seats: by sample, how often its row had been given when the
@@ -78,7 +78,7 @@ class GpuExecutor(LocalExecutor):
         self._steps = DeviceSteps(device, self, parts.backend, max_num_seqs, facts.max_model_len, eager, together)
         self._edits = Edits(self.rows)
         self._ring = Ring(device, max_num_seqs)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[LaunchedStep] = deque()
         self._seats = np.zeros(max_num_seqs, np.int64)
         self._failed: Exception | None = None
         """Why a step that was submitted, and has not been collected, failed."""
@@ -158,7 +158,7 @@ class GpuExecutor(LocalExecutor):
         return StepHandle(plan, self._failed)
 
     def collect(self, handle: StepHandle) -> StepResult:
-        if isinstance(handle.pending, Flight):
+        if isinstance(handle.pending, LaunchedStep):
             return self._land(handle.pending)
         if isinstance(handle.pending, Exception) and not isinstance(handle.pending, EngineDeadError):
             self._failed = None
@@ -201,7 +201,7 @@ class GpuExecutor(LocalExecutor):
         return result
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> Flight:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         """Gives a step to the device."""
         rows, ends = plan.sample_to, (plan.starts + plan.query_lens)
         choices = self.sampler.choices_ahead(rows)
@@ -241,7 +241,7 @@ class GpuExecutor(LocalExecutor):
             self._ring.give_back(slot)
             raise
         self.sampler.note_ahead(rows)
-        flight = Flight(plan, slot, places, self._seats[rows])
+        flight = LaunchedStep(plan, slot, places, self._seats[rows])
         self._flights.append(flight)
         return flight
 
@@ -253,7 +253,7 @@ class GpuExecutor(LocalExecutor):
         if len(tokens):
             slot.results[: len(tokens)].copy_(tokens)
 
-    def _land(self, flight: Flight) -> StepResult:
+    def _land(self, flight: LaunchedStep) -> StepResult:
         """Waits for a step's tokens, and returns its result."""
         if flight.result is not None:
             return flight.result

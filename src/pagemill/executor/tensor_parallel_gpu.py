@@ -15,7 +15,7 @@ from torch import Tensor
 from pagemill.errors import EngineDeadError
 from pagemill.executor.device import Device
 from pagemill.executor.device_steps import Together
-from pagemill.executor.gpu_executor import Flight, GpuExecutor
+from pagemill.executor.gpu_executor import GpuExecutor, LaunchedStep
 from pagemill.executor.graphs import Shape
 from pagemill.executor.interface import ExecutorMemory
 from pagemill.executor.local import LocalExecutor, Parts
@@ -102,7 +102,7 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
         with self._watched():
             return super()._run_here(plan)
 
-    def _land(self, flight: Flight) -> StepResult:
+    def _land(self, flight: LaunchedStep) -> StepResult:
         with self._watched():
             return super()._land(flight)
 
