@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from pagemill.cli.bench_report import Sample
-from pagemill.cli.bench_workload import Workload, make_prompts, make_texts
+from pagemill.cli.bench_workload import BenchWorkload, make_prompts, make_texts
 from pagemill.cli.remote import client_of, event_lines
 from pagemill.errors import BenchmarkError, ConfigError
 
@@ -43,7 +43,7 @@ class Server:
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         await self._http.aclose()
 
-    async def prompts(self, corpus: str, workload: Workload) -> Sequence[list[int] | str]:
+    async def prompts(self, corpus: str, workload: BenchWorkload) -> Sequence[list[int] | str]:
         """Returns token ids where the server tokenizes, as vLLM's and pagemill's do; else texts of about that length.
 
         The text's beginning is enough for both.
