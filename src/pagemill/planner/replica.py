@@ -90,7 +90,7 @@ def _p99(seconds: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReplicaSettings:
     """Holds what a replica is made of. kv_dtype, max_num_seqs, max_num_batched_tokens, kv_host_memory: as in
     EngineConfig. ranks: as tensor_parallel_size. kv_host_memory: bytes of one rank; 0 for none; None for as much as the
     pool where a link leads to host memory, which is the default of engines too.
@@ -167,7 +167,7 @@ FEW_WAIT = 10
 
 def run_trial(
     roofline: Roofline,
-    settings: Settings,
+    settings: ReplicaSettings,
     trace: Sequence[TracedRequest],
     rate: float,
     limits: Limits | None = None,
@@ -189,7 +189,7 @@ def run_trial(
 
 def _simulate(
     roofline: Roofline,
-    settings: Settings,
+    settings: ReplicaSettings,
     trace: Sequence[TracedRequest],
     rate: float,
     limits: Limits | None,
