@@ -43,7 +43,7 @@ class Fleet:
         self.served: Counter[str] = Counter()
         self._engines = {f"r{number}": engine for number, engine in enumerate(engines)}
         self._at, self._tells = at, tells
-        self._tenancy, self._router = FleetTenancy(LIMITS), Router(BLOCK)
+        self._tenancy, self._router = FleetTenancy(LIMITS), Router(BLOCK, "least-work", 0)
         for name in self._engines:
             self._router.add(name, rows)
         self._under_way: dict[str, EngineRequest] = {}

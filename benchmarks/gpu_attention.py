@@ -15,14 +15,22 @@ what is written.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from benchmarks.gpu_flashinfer import flashinfer_ms
-from benchmarks.on_gpu import DEVICE, Ceilings, captured, heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import (
+    DEVICE,
+    Ceilings,
+    captured,
+    heading,
+    keep,
+    measure_ceilings,
+    median_ms,
+    need_gpu,
+    parser_for,
+)
 
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, HostLengths, LayerCache
 from pagemill.attention.sdpa_operators import HeadShape, working_operator
@@ -197,13 +205,11 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="every second case")
+    parser = parser_for(__doc__, "every second case")
     parser.add_argument("--caches", default="all", help="KV formats, commas between them (default: all)")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     need_gpu(parser)
     step = 2 if options.quick else 1
@@ -214,8 +220,7 @@ def main() -> None:
         shape = Shape(options.heads, options.kv_heads, options.head_dim, kv_format(name))
         results[name] = run(shape, ceilings, DECODE[::step], PREFILL[::step], CHUNKS[::step])
         print(f"\n{name}: {shape.token_bytes} bytes per token\n\n{table(results[name])}", flush=True)
-    by_format = {name: [asdict(result) for result in of_format] for name, of_format in results.items()}
-    keep(options.json, ceilings, by_format)
+    keep(options.json, ceilings, results)
 
 
 if __name__ == "__main__":

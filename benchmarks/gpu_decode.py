@@ -16,15 +16,13 @@ terabytes per second and a launch in a graph takes a microsecond.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
-from benchmarks.on_gpu import Ceilings, captured, heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import Ceilings, captured, heading, keep, measure_ceilings, median_ms, need_gpu, parser_for
 from benchmarks.random_engine import STEPS, EngineSteps, time_engine
 from torch import Tensor
 
@@ -65,7 +63,7 @@ class Sizes:
 
     def spec(self) -> DecoderSpec:
         half = self.head_dim // 2
-        rope = RopeSpec(self.head_dim, tuple(500000.0 ** (-at / half) for at in range(half)))
+        rope = RopeSpec(tuple(500000.0 ** (-at / half) for at in range(half)))
         return DecoderSpec(
             family="llama", vocab_size=self.vocab, hidden_size=self.hidden, num_heads=self.heads,
             num_kv_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
@@ -227,9 +225,7 @@ def expectation(sizes: Sizes, cases: Sequence[tuple[int, int]], ceilings: Ceilin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="every second case")
-    parser.add_argument("--json", type=Path)
+    parser = parser_for(__doc__, "every second case")
     parser.add_argument("--expect", type=float, metavar="TB_PER_S", help="model the steps, and run nothing")
     options = parser.parse_args()
     sizes, cases = Sizes(), CASES[:: 2 if options.quick else 1]
@@ -248,7 +244,7 @@ def main() -> None:
     results = run(sizes, cases, ceilings, median_ms, dtype=dtype, backend=select_backend("cuda"))
     print(f"{heading(str(dtype), ceilings.both)}\n\n{table(results)}")
     modelled = [sizes.roofline_s(*case, ceilings) / sizes.expected_s(*case, ceilings) for case in cases]
-    keep(options.json, ceilings, [asdict(at) for at in results], modelled_shares=modelled)
+    keep(options.json, ceilings, results, modelled_shares=modelled)
 
 
 if __name__ == "__main__":

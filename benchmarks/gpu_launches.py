@@ -13,7 +13,6 @@ CPU's: what is left out is the driver's part of a launch, and what torch takes f
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -21,13 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from benchmarks.gpu_decode import BLOCK_SIZE, Sizes, decode_batch, random_weights
+from benchmarks.on_gpu import parser_for
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.executor.backend import Backend, torch_backend
@@ -214,9 +213,7 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time for each case")
-    parser.add_argument("--json", type=Path)
+    parser = parser_for(__doc__, "a tenth of the time for each case")
     options = parser.parse_args()
     import triton
 

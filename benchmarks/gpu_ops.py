@@ -10,13 +10,11 @@ about a megabyte, the start of a kernel is most of its time.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu, parser_for
 from torch import Tensor
 
 from pagemill.ops.torch_ops import TorchOps
@@ -142,10 +140,8 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="every second number of rows")
+    parser = parser_for(__doc__, "every second number of rows")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     need_gpu(parser)
     ceilings = measure_ceilings()
@@ -154,7 +150,7 @@ def main() -> None:
         dtype=getattr(torch, options.dtype), device="cuda", capability=torch.cuda.get_device_capability(),
     )  # fmt: skip
     print(f"{heading(options.dtype, ceilings.copies)}\n\n{table(results)}")
-    keep(options.json, ceilings, [asdict(at) for at in results])
+    keep(options.json, ceilings, results)
 
 
 if __name__ == "__main__":

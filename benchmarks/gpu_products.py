@@ -13,18 +13,17 @@ before ends. Times are medians of five replays; a copy's speed counts what is re
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from benchmarks.gpu_weights import SHAPES
-from benchmarks.on_gpu import DEVICE, heading, keep, measure_ceilings, need_gpu
+from benchmarks.on_gpu import DEVICE, heading, keep, measure_ceilings, need_gpu, parser_for
 from torch import Tensor
 
 from pagemill.ops.triton_early import EARLY_CAPABILITY
@@ -155,12 +154,10 @@ def read(file: Path) -> list[Result]:
 
 def main() -> None:
     begin = time.perf_counter()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="every second number of rows")
+    parser = parser_for(__doc__, "every second number of rows")
     parser.add_argument("--sweep", action="store_true", help="look for better forms")
     parser.add_argument("--seconds", type=float, default=50.0, help="after which a sweep ends (default: 50)")
     parser.add_argument("--rows", help="numbers of rows, as in 1,16")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = None if options.rows is None else tuple(int(part) for part in options.rows.split(","))
     compilers = None
@@ -187,7 +184,7 @@ def main() -> None:
         us_of, rows = Graphs(), rows or ROWS[:: 2 if options.quick else 1]
         results = [at for weights in drawn for at in compare(weights, rows, us_of, capability)]
         print(f"\n{table(results)}")
-    keep(options.json, ceilings, [asdict(at) for at in results])
+    keep(options.json, ceilings, results)
 
 
 if __name__ == "__main__":

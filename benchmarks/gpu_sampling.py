@@ -10,14 +10,12 @@ starts over 20 kernels; outside of a CUDA graph, their starts are most of its ti
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu, parser_for
 from torch import Tensor
 
 from pagemill.sampling.kernels import DeviceChoices
@@ -90,16 +88,14 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="every second number of rows")
-    parser.add_argument("--json", type=Path)
+    parser = parser_for(__doc__, "every second number of rows")
     options = parser.parse_args()
     need_gpu(parser)
     ceilings = measure_ceilings()
     all_rows = ROWS[:: 2 if options.quick else 1]
     results = run(all_rows, ceilings.copy_bytes_per_s, median_ms, vocab=VOCAB, device="cuda")
     print(f"{heading(ceilings.copies)}\n\n{table(results)}")
-    keep(options.json, ceilings, [asdict(at) for at in results])
+    keep(options.json, ceilings, results)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ without one.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from benchmarks.gpu_attention import BLOCK_SIZE, Shape, make_batch, make_cache
-from benchmarks.on_gpu import DEVICE, capture, heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import DEVICE, capture, heading, keep, measure_ceilings, median_ms, need_gpu, parser_for
 
 from pagemill.attention.interface import AttentionBatch
 from pagemill.attention.triton_backend import TritonAttention, chunk_lengths, most_joined
@@ -100,10 +98,9 @@ def expectation(shape: Shape, bytes_per_s: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--expect", type=float, metavar="TB_PER_S", help="model the bytes, and run nothing")
     options = parser.parse_args()
     shape = Shape(options.heads, options.kv_heads, 128, kv_format("bfloat16"))
@@ -115,7 +112,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     results = run(shape)
     print(f"{heading(ceilings.both)}\n\n{table(results)}")
-    keep(options.json, ceilings, [asdict(at) for at in results])
+    keep(options.json, ceilings, results)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,18 @@ while the one before it runs. Last, how long host memory takes to be pinned.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from benchmarks.gpu_decode import BLOCK_SIZE, Sizes, Step, captured, decode_batch, decode_step, random_weights
 from benchmarks.moving_blocks import FramesAlone, ThroughHostTier, Way, wait_for
-from benchmarks.on_gpu import heading, keep, need_gpu
+from benchmarks.on_gpu import heading, keep, need_gpu, parser_for
 
 from pagemill.executor.backend import Backend, select_backend
 from pagemill.executor.device import CudaDevice, Device
@@ -247,9 +245,7 @@ def beside_table(found: Sequence[Beside]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer runs of each, and 1 GiB pinned instead of 8")
-    parser.add_argument("--json", type=Path)
+    parser = parser_for(__doc__, "fewer runs of each, and 1 GiB pinned instead of 8")
     options = parser.parse_args()
     need_gpu(parser)
     times, backend = 5 if options.quick else 15, select_backend("cuda")
@@ -279,13 +275,7 @@ def main() -> None:
     print(
         f"{pinning.nbytes >> 30} GiB are pinned in {pinning.pinned_s:.2f} s by torch, in {pinning.whole_s:.2f} s whole"
     )
-    keep(
-        options.json,
-        bus,
-        [asdict(at) for at in moves],
-        beside=[asdict(at) for at in beside],
-        pinning=asdict(pinning),
-    )
+    keep(options.json, bus, moves, beside=beside, pinning=pinning)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ kernel takes, and how long none runs.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from benchmarks.gpu_decode import BLOCK_SIZE, Sizes, decode_batch, random_weights
 from benchmarks.gpu_forms import best_forms
 from benchmarks.gpu_products import read
-from benchmarks.on_gpu import Ceilings, capture, heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import Ceilings, capture, heading, keep, measure_ceilings, median_ms, need_gpu, parser_for
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch
@@ -174,11 +173,10 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--cases", help="rows and contexts, as in 1x1024,32x4096")
     parser.add_argument("--forms", type=Path, help="what a sweep has found")
     parser.add_argument("--profile", action="store_true", help="tell what each kernel takes")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cases = CASES
     if options.cases:
@@ -199,7 +197,7 @@ def main() -> None:
     variants = variants_of(select_backend("cuda"), capability, forms)
     results = list(run(Sizes(), cases, ceilings, median_ms, variants, dtype, capture, watch))
     print(f"\n{table(results)}")
-    keep(options.json, ceilings, [asdict(at) for at in results])
+    keep(options.json, ceilings, results)
 
 
 if __name__ == "__main__":

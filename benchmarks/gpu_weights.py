@@ -10,14 +10,12 @@ written.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu
+from benchmarks.on_gpu import heading, keep, measure_ceilings, median_ms, need_gpu, parser_for
 
 from pagemill.ops.quantized import AffineWeight, Float8Weight, QuantizedWeight, quantize_int8
 
@@ -127,9 +125,7 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one layer, two numbers of rows")
-    parser.add_argument("--json", type=Path)
+    parser = parser_for(__doc__, "one layer, two numbers of rows")
     options = parser.parse_args()
     need_gpu(parser)
     shapes = {"gate_up": SHAPES["gate_up"]} if options.quick else SHAPES
@@ -138,7 +134,7 @@ def main() -> None:
     rows = (1, 32) if options.quick else ROWS
     results = run(shapes, rows, ceilings.copy_bytes_per_s, median_ms, capability, "cuda")
     print(f"{heading(ceilings.copies)}\n\n{table(results)}")
-    keep(options.json, ceilings, [asdict(at) for at in results])
+    keep(options.json, ceilings, results)
 
 
 if __name__ == "__main__":

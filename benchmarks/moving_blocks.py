@@ -13,14 +13,13 @@ from pagemill.engine.tiers import copying_cores
 from pagemill.kvcache.frame_access import FrameAccess, Reading
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.offload_tiers import OffloadTiers
-from pagemill.kvcache.transfers import BATCH_BYTES, Transfers, piece_of
+from pagemill.kvcache.transfers import BATCH_BYTES, THREADS, Transfers, piece_of
 from pagemill.memory.work import BlockName, Load, Save
 
 READINGS = 8
 """Readings that are under way at most, whose records take pinned memory."""
 LOADS = 4
 """Loads that are under way at most beside steps."""
-THREADS = 4
 BACKLOG_BYTES = 256 << 20
 """So much is let wait to be stored, as `Transfers` has it."""
 

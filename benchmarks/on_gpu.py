@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +33,15 @@ class Ceilings:
     @property
     def both(self) -> str:
         return f"{self.copies}, bf16 products {self.gemm_flop_per_s / 1e12:.0f} TFLOP/s"
+
+
+def parser_for(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser:
+    """Returns a parser that knows where results go. quick: what a quick run leaves out; None: there is none."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick is not None:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path)
+    return parser
 
 
 def need_gpu(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +93,7 @@ def heading(*more: str) -> str:
     return ", ".join([torch.cuda.get_device_name(), f"torch {torch.__version__}", *more])
 
 
-def keep(file: Path | None, ceilings: Any, results: object, **more: object) -> None:
+def keep(file: Path | None, ceilings: object, results: object, **more: object) -> None:
     """Writes a run as JSON, if there is a file for it."""
     if file is not None:
-        file.write_text(json.dumps({"ceilings": asdict(ceilings), "results": results, **more}))
+        file.write_text(json.dumps({"ceilings": ceilings, "results": results, **more}, default=asdict))

@@ -15,7 +15,7 @@ from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.gpu_executor import GpuExecutor
 from pagemill.executor.interface import ExecutorFacts
-from pagemill.executor.local import LocalExecutor
+from pagemill.executor.local import LocalExecutor, Parts
 from pagemill.executor.trial_steps import LargestStep
 from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layout import FrameShape
@@ -65,11 +65,9 @@ def random_engine(
         description="random weights",
     )
     adapters = AdapterLoader(spec, find_family(spec.family, None).names, backend.ops, decoder.dtype, decoder.device, 1)
-    common = (decoder, backend, facts, shape, rows, lambda: "", adapters)
+    parts = Parts(decoder, backend, facts, shape, rows, lambda: "", adapters)
     largest = LargestStep(max(budget, rows), rows, rows)
-    executor = (
-        LocalExecutor(*common) if device is None else GpuExecutor(device, *common, largest=largest, measures=False)
-    )
+    executor = LocalExecutor(parts) if device is None else GpuExecutor(device, parts, largest=largest, measures=False)
     config = EngineConfig(
         model="random weights", block_size=BLOCK_SIZE, max_num_seqs=rows, max_model_len=longest,
         max_num_batched_tokens=max(budget, rows), kv_memory=frames * layout.frame_bytes, target_tpot_ms="off",

@@ -79,7 +79,7 @@ def spread(fleet: ModelledFleet, trace: Sequence[TracedRequest]) -> dict[str, li
         chain: list[bytes] = []
         extend_chain(chain, ROOT, request.prompt(), MOONCAKE_BLOCK)
         asked.update(digest[:DIGEST_BYTES] for digest in chain)
-    copies = {digest: fleet.router.directory.count_holders(digest) for digest in asked}
+    copies = {digest: len(fleet.router.directory.find([digest], ~0, coming=False)) for digest in asked}
     return {
         name: [copies[digest] for digest, count in asked.items() if least <= count <= most and copies[digest]]
         for name, least, most in SPREADS

@@ -22,15 +22,7 @@ from typing import Any
 from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS
 from benchmarks.replay.load import BATCHES, PAGED, serve
 from benchmarks.replay.output import panels, write_table
-from benchmarks.replay.setup import (
-    add_device_arguments,
-    add_engine_arguments,
-    add_output_argument,
-    all_above_zero,
-    chosen_roofline,
-    chosen_setup,
-)
-from benchmarks.replay.workload import add_workload_argument
+from benchmarks.replay.setup import add_modelled_arguments, all_above_zero, chosen_roofline, chosen_setup
 
 from pagemill.planner.workload import Lengths, Workload, workload_named
 
@@ -38,15 +30,12 @@ OTHERS = (BATCHES, *RESERVATIONS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_workload_argument(parser, "sharegpt")
-    add_engine_arguments(parser, calibrated=False)
-    add_device_arguments(parser, device="a100-40", shape="opt-13b")
+    add_modelled_arguments(parser)
     parser.add_argument(
         "--scales", type=all_above_zero, default=[0.125, 0.25, 0.5, 1.0, 2.0], help="of lengths, by commas"
     )
     parser.add_argument("--requests", type=int, default=300, help="at the scale 1")
     parser.add_argument("--placement", default="buddy", choices=list(PLACEMENTS), help="where contiguous runs lie")
-    add_output_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -21,26 +21,16 @@ from typing import Any
 from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS
 from benchmarks.replay.load import PAGED, serve
 from benchmarks.replay.output import panels, write_table
-from benchmarks.replay.setup import (
-    add_device_arguments,
-    add_engine_arguments,
-    add_output_argument,
-    chosen_roofline,
-    chosen_setup,
-)
-from benchmarks.replay.workload import add_workload_argument
+from benchmarks.replay.setup import add_modelled_arguments, chosen_roofline, chosen_setup
 
 from pagemill.planner.workload import workload_named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_workload_argument(parser, "sharegpt")
-    add_engine_arguments(parser, calibrated=False)
-    add_device_arguments(parser, device="a100-40", shape="opt-13b")
+    add_modelled_arguments(parser)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--spreads", default="0,0.25,0.5,1,1.5", help="by commas")
     parser.add_argument("--placement", default="buddy", choices=list(PLACEMENTS), help="where contiguous runs lie")
-    add_output_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from benchmarks.replay.modelled_fleet import ModelledFleet
 from benchmarks.replay.output import panels, write_table
+from benchmarks.replay.peer_blocks import Network
 from benchmarks.replay.setup import (
     above_zero,
     add_device_arguments,
@@ -36,7 +37,6 @@ from benchmarks.replay.setup import (
 )
 
 from pagemill.planner.replica import latencies
-from pagemill.simulate.links import Network
 
 COLUMNS = ("TTFT p50", "p99", "gap p50", "p99", "p99.9", "prompt tokens computed", "fetched", "tokens/s")
 

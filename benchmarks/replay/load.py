@@ -29,15 +29,7 @@ from typing import Any
 
 from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS, ContiguousMemory, WholeBatches, root_of
 from benchmarks.replay.output import panels, write_table
-from benchmarks.replay.setup import (
-    above_zero,
-    add_device_arguments,
-    add_engine_arguments,
-    add_output_argument,
-    chosen_roofline,
-    chosen_setup,
-)
-from benchmarks.replay.workload import add_workload_argument
+from benchmarks.replay.setup import above_zero, add_modelled_arguments, chosen_roofline, chosen_setup
 
 from pagemill.planner.limits import find_capacity
 from pagemill.planner.replica import Setup
@@ -60,14 +52,11 @@ PUBLISHED_RATIO = {"sharegpt": {BATCHES: "up to 22x", "maximum": "2.7x to 8x", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_workload_argument(parser, "sharegpt")
-    add_engine_arguments(parser, calibrated=False)
-    add_device_arguments(parser, device="a100-40", shape="opt-13b")
+    add_modelled_arguments(parser)
     parser.add_argument("--placement", default="buddy", choices=list(PLACEMENTS), help="where contiguous runs lie")
     parser.add_argument("--seconds", type=above_zero, default=200.0, help="how long requests arrive at each rate")
     parser.add_argument("--limit-ms", type=above_zero, default=100.0, help="of normalized latency, per output token")
     parser.add_argument("--first-rate", type=above_zero, default=0.3, help="requests per second to begin with")
-    add_output_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
+from benchmarks.replay.peer_blocks import Network, PeerBlocks
+
 from pagemill.distributed.route import Asked
 from pagemill.distributed.routing import Router, RoutingPolicy
 from pagemill.engine.messages import DIGEST_BYTES
@@ -21,7 +23,6 @@ from pagemill.scheduling.pacing import Pacer
 from pagemill.scheduling.sequence import SequenceUpdate
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.engine import OUTPUT_TOKENS, ROOT, SimulatedEngine, Step
-from pagemill.simulate.links import Network, PeerBlocks
 from pagemill.simulate.simulator import Replay, Served
 from pagemill.simulate.step_time import StepModel
 from pagemill.simulate.trace import TracedRequest
@@ -93,7 +94,7 @@ class ModelledFleet:
         self.replicas: list[Replica] = []
         for number, memory in enumerate(memories):
             peers = None if network is None else PeerBlocks(network, number, memories)
-            scheduler = setup.scheduler(memory, stored=None if peers is None else peers.stored)
+            scheduler = setup.scheduler(memory, tier=peers)
             observers = [lambda plan, seconds, number=number: self.replicas[number].note(plan, seconds)]
             engine = SimulatedEngine(
                 scheduler, step_times, self._request, observe=observers, tokens=tokens, source=peers

@@ -95,6 +95,14 @@ def add_replay_arguments(
     add_output_argument(parser)
 
 
+def add_modelled_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what replays of a generated workload on a modelled device take: by default, as the vLLM paper has both."""
+    add_workload_argument(parser, "sharegpt")
+    add_engine_arguments(parser, calibrated=False)
+    add_device_arguments(parser, device="a100-40", shape="opt-13b")
+    add_output_argument(parser)
+
+
 def begin(arguments: argparse.Namespace) -> tuple[StepModel, list[TracedRequest]]:
     """Prints what is replayed, and returns its step times and the trace."""
     step_times, trace = chosen_step_times(arguments), chosen_trace(arguments)

@@ -23,15 +23,12 @@ import numpy as np
 from benchmarks.replay.output import panels, write_table
 from benchmarks.replay.setup import (
     above_zero,
-    add_device_arguments,
-    add_engine_arguments,
-    add_output_argument,
+    add_modelled_arguments,
     all_above_zero,
     chosen_roofline,
     chosen_setup,
     link_speed,
 )
-from benchmarks.replay.workload import add_workload_argument
 
 from pagemill.planner.replica import Setup
 from pagemill.planner.workload import workload_named
@@ -46,15 +43,12 @@ NONE = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_workload_argument(parser, "sharegpt")
-    add_engine_arguments(parser, calibrated=False)
-    add_device_arguments(parser, device="a100-40", shape="opt-13b")
+    add_modelled_arguments(parser)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--links", type=all_above_zero, default=[4.0, 8.0, 16.0, 32.0, 64.0], help="GB/s, by commas")
     parser.add_argument("--host-gib", type=above_zero, default=64.0, help="host memory for K/V")
     parser.add_argument("--block-sizes", default="8,16,32,64,128,256", help="tokens, by commas")
     parser.add_argument("--copy-us", type=float, default=5.0, help="microseconds that a copy takes beside its bytes")
-    add_output_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:

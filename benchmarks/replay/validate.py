@@ -21,7 +21,7 @@ from benchmarks.replay.real_engine import RUNNING, SampledEngine
 from benchmarks.replay.setup import add_output_argument
 from benchmarks.roofline import Ceilings, measure_ceilings
 
-from pagemill.simulate.roofline import Device, Roofline, read_device, read_shape
+from pagemill.simulate.roofline import DeviceModel, Roofline, read_device, read_shape
 from pagemill.simulate.step_time import StepModel, StepTimes, fit
 
 LIKE = "server-64"
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> None:
     write_table(arguments, "validate", {**machine, "device": asdict(device)}, rows)
 
 
-def this_machine(cpu: str, ceilings: Ceilings) -> Device:
+def this_machine(cpu: str, ceilings: Ceilings) -> DeviceModel:
     like = read_device(LIKE)
     measured = "measured by benchmarks.roofline"
     return replace(

@@ -112,13 +112,13 @@ class TooManyWaitingError(InvalidRequestError):
 class RateLimitError(InvalidRequestError):
     """More requests, tokens or wrong API keys in a minute than are allowed; it can be sent again later.
 
-    `retry_after_s` says when.
+    `retry_after_s` says when; after a minute where nobody has said, since limits are of a minute.
     """
 
     http_status: ClassVar[int] = 429
     kind: ClassVar[str] = "rate_limit_error"
 
-    def __init__(self, message: str, *, retry_after_s: float, param: str | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = 60.0, param: str | None = None) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
 

@@ -103,7 +103,7 @@ OF_CALLS: dict[str, Fixed] = {
     "prompt_adapter_request": Fixed((None,), "has no prompt adapters"),
     "tokenization_kwargs": Fixed((None,), "tokenizes every prompt as the model's files say"),
     "mm_processor_kwargs": Fixed((None,), "reads text only"),
-    "trace_headers": Fixed((None,), "sends no traces"),
+    "trace_headers": Fixed((None,), "sends traces from its server only, which takes the header traceparent"),
     "data_parallel_rank": Fixed((None,), ONE_DEVICE),
     "chat_template_content_format": Fixed(("auto", "string"), "gives templates each content as one text"),
 }

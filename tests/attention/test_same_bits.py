@@ -83,6 +83,11 @@ def test_alone_in_batch_and_in_chunks(
         assert same(got, (whole[0][0][token : token + 1], whole[0][1][token : token + 1]))
 
 
+def check_few_and_many_rows(backend: CpuAttention, case: PagedCase, whole: tuple[torch.Tensor, torch.Tensor]) -> None:
+    for begin, end in ((0, 1), (1, 3), (3, 6), (6, 12), (12, 31), (31, 60)):
+        assert same(run(backend, case, [(0, begin, end)])[0], (whole[0][begin:end], whole[1][begin:end]))
+
+
 @pytest.mark.parametrize("heads", [2, 6, 8, 14, 40])
 def test_few_and_many_rows_in_tiny_numbers(backend: CpuAttention, heads: int) -> None:
     """Tiles take subnormal numbers for zero, in products and in sums: so must what stands in for them with few rows."""
@@ -92,9 +97,7 @@ def test_few_and_many_rows_in_tiny_numbers(backend: CpuAttention, heads: int) ->
     case.write_all(backend)
     whole = run(backend, case, [(0, 0, 60)])[0]
     assert whole[0].any()
-    for begin, end in ((0, 1), (1, 3), (3, 6), (6, 12), (12, 31), (31, 60)):
-        got = run(backend, case, [(0, begin, end)])[0]
-        assert same(got, (whole[0][begin:end], whole[1][begin:end]))
+    check_few_and_many_rows(backend, case, whole)
 
 
 @pytest.mark.parametrize("heads", [2, 6, 14])
@@ -107,9 +110,7 @@ def test_few_and_many_rows_with_scores_far_apart(backend: CpuAttention, heads: i
     expected, expected_lse = case.expected(scale=0.125)
     torch.testing.assert_close(whole[0].double(), expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(whole[1].double(), expected_lse, rtol=1e-5, atol=case.lse_tolerance(backend))
-    for begin, end in ((0, 1), (1, 3), (3, 6), (6, 12), (12, 31), (31, 60)):
-        got = run(backend, case, [(0, begin, end)])[0]
-        assert same(got, (whole[0][begin:end], whole[1][begin:end]))
+    check_few_and_many_rows(backend, case, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

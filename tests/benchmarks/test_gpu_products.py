@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -94,7 +93,7 @@ def test_what_was_best_for_a_step_is_read_back(tmp_path: Path) -> None:
         *results_of(1, EARLY, one, 2.0, 2.0),
     ]  # fmt: skip
     file = tmp_path / "sweep.json"
-    keep(file, Ceilings(1e9, 1e9), [asdict(at) for at in results])
+    keep(file, Ceilings(1e9, 1e9), results)
     assert read(file) == results
     assert best_forms(read(file)) == (one, few), "layers count 32 times, and a form without all layers not at all"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.replay.modelled_fleet import ModelledFleet
+from benchmarks.replay.peer_blocks import Network
 
 from pagemill.planner.replica import Setup
-from pagemill.simulate.links import Network
 from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
 from pagemill.simulate.trace import TracedRequest
 

@@ -11,11 +11,11 @@ from pagemill.cli.app import app
 from pagemill.cli.bench import send
 from pagemill.cli.bench_report import Report
 from pagemill.cli.bench_server import Server
-from pagemill.cli.bench_workload import Workload, make_prompts, make_texts
+from pagemill.cli.bench_workload import BenchWorkload, make_prompts, make_texts
 from pagemill.cli.main import NEEDS_NONE
 from pagemill.errors import BenchmarkError, ConfigError
 
-WORKLOAD = Workload(5, input_len=6, output_len=4, prefix_len=3, request_rate=0, max_concurrency=2, seed=1)
+WORKLOAD = BenchWorkload(5, input_len=6, output_len=4, prefix_len=3, request_rate=0, max_concurrency=2, seed=1)
 TEXT = "All this happened, more or less. " * 9
 
 

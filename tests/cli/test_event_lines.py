@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from pagemill.cli.event_lines import event_lines
+from pagemill.cli.remote import event_lines
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import psutil
 import torch
 
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest, SequenceOutput
+from pagemill.executor import ranks
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 
 
 def request(name: str, prompt: list[int], params: SamplingParams, **fields) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, arrival_s=0.0, **fields)
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """Returns the ranks that a process has started."""
+    return [child for child in psutil.Process(pid).children() if ranks.MODULE in " ".join(child.cmdline())]
 
 
 @dataclass

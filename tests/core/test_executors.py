@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +10,14 @@ import pytest
 import torch
 from drive import drive, request
 
+from executor.late import Late
 from pagemill.config import EngineConfig
-from pagemill.engine.build import build
 from pagemill.engine.core import EngineCore
 from pagemill.executor.backend import torch_backend
 from pagemill.executor.interface import Executor, ExecutorMemory, GraphFacts, StepHandle
 from pagemill.executor.load import open_executor
-from pagemill.memory.digest import root_digest
 from pagemill.memory.work import MemoryWork
 from pagemill.sampling.params import SamplingParams
-from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 SETTINGS = {
@@ -155,33 +152,8 @@ def test_steps_planned_while_others_run_bring_the_same_tokens(make_engine, promp
     requests = [request(f"r{i}", prompts[i], (GREEDY, DRAWN)[i % 2]) for i in range(6)]
     expected = drive(EngineCore(EngineConfig(**settings)), requests).tokens
     executor = open_executor(EngineConfig(**settings))
-    _, _, scheduler, _ = build(EngineConfig(**settings), executor)
-    for one in requests:
-        scheduler.add(
-            Request(
-                request_id=one.request_id,
-                prompt_token_ids=one.prompt_token_ids,
-                params=one.params,
-                seed=one.params.seed or 0,
-                priority=0,
-                arrival_s=0.0,
-                root=root_digest(b"model", "format", "numerics", ""),
-                max_len=len(one.prompt_token_ids) + one.params.max_tokens,
-            )
-        )
-    tokens, flights, most = defaultdict(list), deque[StepHandle](), 0
-    while scheduler.has_work():
-        plan = scheduler.schedule(0.0)
-        if plan is not None:
-            executor.apply(plan)
-            flights.append(executor.submit(plan))
-        most = max(most, len(flights))
-        if plan is None or len(flights) == depth:
-            handle = flights.popleft()
-            result = executor.collect(handle)
-            result.check(handle.plan)
-            for update in scheduler.commit(result, 0.0):
-                tokens[update.sequence.request.request_id, update.sequence.index] += update.tokens
-    assert most == depth
-    assert tokens == expected
+    late = Late(EngineConfig(**settings), executor, depth=depth)
+    late.add(requests)
+    assert late.run() == expected
+    assert late.most == depth
     executor.close()

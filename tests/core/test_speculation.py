@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
-from drive import Run, drive, request
+from drafted import assert_same
+from drive import drive, request
 from openai.types import CompletionUsage
 
 from harness import FRAME_BYTES
@@ -110,14 +111,6 @@ def speculating(make_engine, eager=True, answers=None, **settings):
     if eager:
         core.scheduler.drafter = Eager(core.config.speculative_config, answers)
     return core
-
-
-def assert_same(run: Run, expected: Run) -> None:
-    assert run.tokens == expected.tokens
-    assert run.logprobs == expected.logprobs
-    assert {key: last.finish_reason for key, last in run.last.items()} == {
-        key: last.finish_reason for key, last in expected.last.items()
-    }
 
 
 def test_by_default_text_is_looked_up_where_no_step_is_planned_ahead(make_engine):

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from drive import drive, request
+from drive import drive, ranks_of, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -150,10 +150,6 @@ def test_narrow_numbers_in_memory_of_each_rank(make, requests):
     two.close()
 
 
-def ranks_of(pid):
-    return [child for child in psutil.Process(pid).children() if "executor.rank" in " ".join(child.cmdline())]
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -186,7 +182,7 @@ def wait_for(what, seconds=20.0):
 @pytest.mark.parametrize("when", ["between steps", "in a step"])
 def test_a_rank_that_is_killed_ends_the_engine_and_the_others(path, requests, when):
     core = EngineCore(EngineConfig(str(path), tensor_parallel_size=2, **SMALL))
-    (pid,) = core.executor.ranks.pids
+    (pid,) = (rank.pid for rank in ranks_of(os.getpid()))
     for each in requests:
         core.add_request(each)
     for _ in range(3):
@@ -217,7 +213,7 @@ def stop_rank(core, monkeypatch):
         for connection in (rank.control, rank.frames):
             with socket.socket(fileno=os.dup(connection.fileno())) as end:
                 rank_processes.limit_waits(end)
-    (pid,) = core.executor.ranks.pids
+    (pid,) = (rank.pid for rank in ranks_of(os.getpid()))
     os.kill(pid, signal.SIGSTOP)
     return pid
 
@@ -259,7 +255,7 @@ def test_messages_that_nobody_takes_are_not_waited_for(path, monkeypatch):
 def test_an_interrupt_that_parts_the_ranks_ends_them(path, requests, monkeypatch, where):
     """A step that only one rank has run to its end would leave the others at another place of the exchange."""
     core = EngineCore(EngineConfig(str(path), tensor_parallel_size=2, **SMALL))
-    (pid,) = core.executor.ranks.pids
+    (pid,) = (rank.pid for rank in ranks_of(os.getpid()))
     core.add_request(requests[0])
     core.step()
 
@@ -307,14 +303,14 @@ def test_no_rank_outlives_an_engine_that_is_killed(path):
     code = (
         "import sys; from pagemill.config import EngineConfig; from pagemill.engine.core import EngineCore; "
         "core = EngineCore(EngineConfig(sys.argv[1], tensor_parallel_size=2, num_threads=1, kv_memory='1MiB')); "
-        "print(*core.executor.ranks.pids, flush=True); sys.stdin.read()"
+        "print(flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert [psutil.pid_exists(pid) for pid in pids] == [True]
+    process.stdout.readline()
+    (rank,) = ranks_of(process.pid)
     process.kill()
     process.communicate()
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_for(lambda: not rank.is_running())
 
 
 @pytest.mark.parametrize(

@@ -138,20 +138,10 @@ def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_
     assert model.tenancy.count_held() == {}
 
 
-def test_requests_that_are_held_back_go_in_the_order_in_which_they_came():
+@pytest.mark.parametrize("taking", [REPLICAS, ()])
+def test_requests_that_are_held_back_go_in_the_order_in_which_they_came(taking):
     model, sent = Model(), []
-    for number in range(6):
-        model.wanted[str(number)] = Wanted("rows", 2, 1, 10, 20)
-        model.go(str(number))
-    while model.at:
-        sent += [one for one, at in model.at.items() if at and one not in sent]
-        model.end(next(one for one, at in model.at.items() if at))
-    assert sent == ["0", "1", "2", "3", "4", "5"]
-
-
-def test_requests_that_came_while_no_replica_was_there_go_in_their_order_too():
-    model, sent = Model(), []
-    model.taking = []
+    model.taking = [*taking]
     for number in range(6):
         model.wanted[str(number)] = Wanted("rows", 2, 1, 10, 20)
         model.go(str(number))

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill import errors
 from pagemill.config import EngineConfig
-from pagemill.engine.messages import AbortRequests, EngineRequest, FinishSequences, Shutdown, Start
+from pagemill.engine.messages import AbortRequests, EngineRequest, Failure, FinishSequences, Shutdown, Start
 from pagemill.engine.queries import ToEngine
 from pagemill.engine.wire import Channel, frame
 from pagemill.sampling.params import SamplingParams
@@ -83,3 +84,10 @@ def test_a_message_larger_than_any_buffer(pair):
     sender.start()
     assert Channel(theirs, ToEngine).receive(block=True) == [large]
     sender.join()
+
+
+def test_an_error_of_any_kind_comes_back_as_itself():
+    kinds = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.PagemillError)]
+    sent = [Failure(cls.__name__, "why", "prompt") for cls in kinds]
+    assert [type(failure.to_error()) for failure in sent] == kinds
+    assert {(str(failure.to_error()), failure.to_error().param) for failure in sent} == {("why", "prompt")}

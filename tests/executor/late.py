@@ -20,7 +20,7 @@ class Late:
 
     def __init__(self, config: EngineConfig, executor: Executor, seed: int = 0, depth: int = 3) -> None:
         self.executor = executor
-        self.memory, _, self.scheduler, _ = build(config, executor)
+        self.memory, _, self.scheduler, _ = build(config, executor, False, None)
         self.tokens: Tokens = defaultdict(list)
         self.errors: dict[str, Exception] = {}
         self.depth = depth

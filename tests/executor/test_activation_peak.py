@@ -73,7 +73,7 @@ def test_the_pool_gets_what_is_left_of_a_share_of_the_device(small_model, device
     used = int(share * total) - left - 3 * MIB - TRANSFERS
     states(device, monkeypatch, used, total, 3 * MIB)
     config, executor = opened(small_model, device, **ROOMY, **setting)
-    assert build(config, executor)[0].num_frames == 70
+    assert build(config, executor, False, None)[0].num_frames == 70
 
 
 def test_the_default_is_no_more_than_sequences_fill_and_what_is_asked_for_is_not_bounded(
@@ -81,9 +81,9 @@ def test_the_default_is_no_more_than_sequences_fill_and_what_is_asked_for_is_not
 ):
     states(device, monkeypatch, 5 * MIB, 500 * MIB, 3 * MIB)
     config, executor = opened(small_model, device, enforce_eager=True)
-    assert build(config, executor)[0].num_frames == SMALL["max_num_seqs"] * SMALL["max_model_len"] // 16
+    assert build(config, executor, False, None)[0].num_frames == SMALL["max_num_seqs"] * SMALL["max_model_len"] // 16
     config, executor = opened(small_model, device, enforce_eager=True, gpu_memory_utilization=0.5)
-    assert build(config, executor)[0].num_frames == (250 * MIB - 8 * MIB - TRANSFERS) // FRAME_BYTES
+    assert build(config, executor, False, None)[0].num_frames == (250 * MIB - 8 * MIB - TRANSFERS) // FRAME_BYTES
 
 
 @pytest.mark.parametrize("setting", [{"kv_memory": "50%"}, {"kv_cache_memory_bytes": 80 * FRAME_BYTES}])
@@ -92,7 +92,7 @@ def test_a_size_that_is_given_is_that_of_the_pool_and_nothing_is_measured(small_
     monkeypatch.setattr(device, "peak", None)
     config, executor = opened(small_model, device, **setting)
     assert executor.memory() == device.memory()
-    assert build(config, executor)[0].num_frames == 80
+    assert build(config, executor, False, None)[0].num_frames == 80
 
 
 def test_nothing_left_for_the_pool_names_the_ways_out(small_model, device, monkeypatch):
@@ -100,7 +100,7 @@ def test_nothing_left_for_the_pool_names_the_ways_out(small_model, device, monke
         states(device, monkeypatch, 0, TRANSFERS + 72 * MIB, peak)
         config, executor = opened(small_model, device, enforce_eager=True)
         with pytest.raises(KVMemoryError, match=f"needed by steps: .*{ways_out}_num_batched_tokens or free") as error:
-            build(config, executor)
+            build(config, executor, False, None)
         assert error.value.param == "gpu_memory_utilization"
 
 

@@ -21,7 +21,7 @@ from rank_on_checked_device import STATIC
 from test_gpu_executor import SMALL, greedy, on_cpu, small_requests
 from test_graphs import decoding
 
-from core.drive import drive, request
+from core.drive import drive, ranks_of, request
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError, RankLostError
@@ -50,7 +50,7 @@ def opened(small_model, device, size=2, **settings):
 def begun(small_model, device):
     """Returns an engine of two ranks in the middle of two requests, and the process of rank 1."""
     config, executor = opened(small_model, device)
-    core, (pid,) = EngineCore(config, executor=executor), executor.ranks.pids
+    core, (pid,) = EngineCore(config, executor=executor), (rank.pid for rank in ranks_of(os.getpid()))
     for each in decoding(2):
         core.add_request(each)
     for _ in range(3):

@@ -183,7 +183,7 @@ def test_cores_that_steps_leave_idle_copy_blocks(kernel_threads, monkeypatch, ov
     )
     config = EngineConfig(model="some", enable_prefix_caching=False)
     executor, memory = SimpleNamespace(facts=facts, frames=None), SimpleNamespace(wanted={b"some"})
-    assert tiers.make_tiers(config, executor, memory, tiers.Streamed(), 4 * RECORD) is not None
+    assert tiers.make_tiers(config, executor, memory, tiers.Streamed(), 4 * RECORD, False, None) is not None
     assert asked == [(4, RECORD, cores, {b"some"})]
 
 

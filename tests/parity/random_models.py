@@ -118,7 +118,7 @@ def rope_of(max_model_len: int = 4 * TRAINED, **parameters: Any) -> Without:
     """The first rotary embedding resolved from other parameters; from none, without any scaling."""
 
     def change(spec: DecoderSpec) -> DecoderSpec:
-        dim = spec.ropes[0].rotary_dim
+        dim = 2 * len(spec.ropes[0].inv_freq)
         plain = {"rope_theta": 10000.0, **parameters}
         rope = resolve_rope(plain, dim, max_position=4 * TRAINED, max_model_len=max_model_len)
         return dataclasses.replace(spec, ropes=(rope, *spec.ropes[1:]))

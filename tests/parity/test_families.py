@@ -15,6 +15,7 @@ from pagemill.models.decoder import Decoder
 from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading import load_model
 from pagemill.models.loading.assemble import Assembler
+from pagemill.models.loading.keep import Nothing
 from pagemill.models.loading.load import open_checkpoint
 from pagemill.ops.torch_ops import TorchOps
 
@@ -93,7 +94,8 @@ def decoder_without(case: Case, folder, feature: Without) -> Decoder:
         assembling = dataclasses.replace(
             assembling, post_norms=bool(names.post_attention_norm and "gemma" in spec.family)
         )
-    assembler = Assembler(checkpoint, assembling, names, TorchOps(), torch.float32, torch.device("cpu"))
+    where = torch.float32, torch.device("cpu")
+    assembler = Assembler(checkpoint, assembling, names, TorchOps(), *where, None, None, None, Nothing())
     return Decoder(spec, assembler.assemble(), TorchOps(), TorchAttention(), torch.float32)
 
 

@@ -15,7 +15,7 @@ from pagemill.errors import ConfigError
 from pagemill.planner.limits import Limits, find_capacity
 from pagemill.planner.load import Generated, Load, Traced
 from pagemill.planner.model_shape import find_shape
-from pagemill.planner.replica import Settings, _simulate, run_trial
+from pagemill.planner.replica import ReplicaSettings, _simulate, run_trial
 from pagemill.planner.report import as_dict, table
 from pagemill.planner.search import Choices, _Search, make_plan
 from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_named
@@ -78,7 +78,7 @@ def test_requests_that_their_timeout_ends_are_no_served_ones():
 
 
 def test_tokens_of_all_samples_are_counted_and_those_of_the_rest_are_work():
-    roofline, settings = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16"), Settings(1)
+    roofline, settings = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16"), ReplicaSettings(1)
     one, two, best = (
         run_trial(roofline, settings, replace(SHORT, **asked).requests(8.0, 10.0), 8.0)
         for asked in ({}, {"n": 2}, {"n": 2, "best_of": 4})
@@ -107,7 +107,7 @@ def test_settings_that_only_help_together_are_found(monkeypatch):
         read_device("l4"), read_shape("llama-3-8b"), "bfloat16", load(), Limits(0.2, 3.0), lambda line: None
     )
     choices = Choices(ranks=(1,), max_num_seqs=(4, 64), max_num_batched_tokens=(64, 512))
-    size = search.choose(Settings(1, "auto", 4, 64, 0), choices)
+    size = search.choose(ReplicaSettings(1, "auto", 4, 64, 0), choices)
     assert (size.settings.max_num_batched_tokens, size.settings.max_num_seqs, size.capacity) == (512, 64, 2.0)
 
 
@@ -116,7 +116,7 @@ def test_a_trial_is_cut_only_where_a_limit_breaks():
     cut, held = 0, 0
     for rate in (1.0, 2.0, 5.0, 8.0):
         trace = load().requests(rate, limits)
-        whole, ended = (run_trial(roofline, Settings(1), trace, rate, given) for given in (None, limits))
+        whole, ended = (run_trial(roofline, ReplicaSettings(1), trace, rate, given) for given in (None, limits))
         within = limits.hold({"tpot_p99_s": whole.tpot_p99_s, "ttft_p99_s": whole.ttft_p99_s})
         assert not whole.cut
         assert not (ended.cut and within)
@@ -130,10 +130,10 @@ def test_a_trial_is_cut_only_where_a_limit_breaks():
 def test_a_trial_whose_slowest_requests_alone_break_a_limit_is_not_cut():
     roofline = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16")
     trace = load().requests(5.0, Limits(0.2, 3.0))
-    whole = run_trial(roofline, Settings(1), trace, 5.0)
+    whole = run_trial(roofline, ReplicaSettings(1), trace, 5.0)
     for slack, cut in ((1.001, False), (0.9, True)):
         for limits in (Limits(slack * whole.tpot_p99_s), Limits(1.0, slack * whole.ttft_p99_s)):
-            assert run_trial(roofline, Settings(1), trace, 5.0, limits).cut == cut
+            assert run_trial(roofline, ReplicaSettings(1), trace, 5.0, limits).cut == cut
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ def test_what_is_left_out_of_a_simulation_changes_nothing(monkeypatch, asked, me
     device = replace(read_device("l4"), memory_bytes=int(memory), memory_share=1.0, working_bytes=1 << 28)
     roofline = Roofline(device, read_shape("llama-3-8b"), "bfloat16")
     trace = replace(SHORT, **asked).requests(8.0, 12.0)
-    quick = run_trial(roofline, Settings(1), trace, 8.0)
+    quick = run_trial(roofline, ReplicaSettings(1), trace, 8.0)
     assert (quick.preemptions > 0) == preempts
 
     def whole(*given, **options):
         return replay(*given, **{**options, "coasts": False})
 
     monkeypatch.setattr("pagemill.planner.replica.replay", whole)
-    plain = _simulate(roofline, Settings(1), trace, 8.0, None, caching=True)
+    plain = _simulate(roofline, ReplicaSettings(1), trace, 8.0, None, caching=True)
     assert plain == quick
 
 
@@ -172,7 +172,7 @@ def test_what_binds_is_told_of_a_whole_trial():
 def test_rows_that_nobody_needs_change_nothing_and_are_not_simulated_again(monkeypatch):
     roofline, limits = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16"), Limits(0.2, 3.0)
     trace = load().requests(5.0, limits)
-    few, some, many = (run_trial(roofline, Settings(1, max_num_seqs=rows), trace, 5.0) for rows in (4, 64, 128))
+    few, some, many = (run_trial(roofline, ReplicaSettings(1, max_num_seqs=rows), trace, 5.0) for rows in (4, 64, 128))
     assert some == many
     assert some.most_rows <= 64
     assert few.most_rows > 4
@@ -223,9 +223,9 @@ def test_an_overload_is_seen_however_few_requests_are_asked_for():
     requests = few.requests(20.0, limits)
     assert requests[-1].arrival_s >= 0.9 * 3 * 3.0
     roofline = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16")
-    trial = run_trial(roofline, Settings(1, max_num_seqs=4), few.requests(50.0, limits), 50.0)
+    trial = run_trial(roofline, ReplicaSettings(1, max_num_seqs=4), few.requests(50.0, limits), 50.0)
     assert trial.waiting_grows
-    assert not run_trial(roofline, Settings(1), few.requests(1.0, limits), 1.0).waiting_grows
+    assert not run_trial(roofline, ReplicaSettings(1), few.requests(1.0, limits), 1.0).waiting_grows
 
 
 def test_a_short_trace_is_repeated_without_shared_prompts():
@@ -283,14 +283,14 @@ def test_conversations_find_what_was_said_before():
         assert one.continued_ids[: len(one.hash_ids)] == one.hash_ids
         assert one.length <= 4096
     trial = run_trial(
-        Roofline(read_device("h100"), read_shape("llama-3-8b"), "bfloat16"), Settings(1), requests, rate=4.0
+        Roofline(read_device("h100"), read_shape("llama-3-8b"), "bfloat16"), ReplicaSettings(1), requests, rate=4.0
     )
     assert trial.cached > 0.8, "the system prompt, and the turns before with their answers"
     plain = replace(talk, prefixes=0, prefix_len=0, turns=1.0)
     assert (
         run_trial(
             Roofline(read_device("h100"), read_shape("llama-3-8b"), "bfloat16"),
-            Settings(1),
+            ReplicaSettings(1),
             plain.requests(4.0, 20.0),
             4.0,
         ).cached
@@ -404,7 +404,7 @@ def test_a_request_that_only_the_check_sees_and_no_replica_can_hold_is_said():
 
 def test_settings_that_serve_the_whole_load_are_taken_however_little_more_that_is():
     one = _Search(read_device("l4"), read_shape("llama-3-8b"), "bfloat16", load(), Limits(0.2, 3.0), lambda line: None)
-    size = one.with_settings(Settings(1, "auto", 64, 512, 0))
+    size = one.with_settings(ReplicaSettings(1, "auto", 64, 512, 0))
     nearly = _Search(
         read_device("l4"), read_shape("llama-3-8b"), "bfloat16", load(rate=size.capacity), Limits(0.2, 3.0),
         lambda line: None,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.answer_cache import ANCHOR, DEPTH, NAMESPACE_SHARE, PLACES, AnswerCache
-from pagemill.scheduling.sequence import Rank, Request, Sequence
+from pagemill.scheduling.sequence import Precedence, Request, Sequence
 from pagemill.scheduling.suffix_drafting import SuffixDrafter
 from pagemill.speculative_config import SpeculativeConfig
 
@@ -85,7 +85,7 @@ def test_a_place_beyond_the_latest_is_kept_while_it_goes_on():
 def running(root: bytes, tokens: list[int]) -> Sequence:
     request = Request("r", tokens[:1], SamplingParams(max_tokens=50), 0, 0, 0.0, root, 4096)
     request.max_len = 100
-    return Sequence(request, 0, Rank(0.0, 0, 0), tokens)
+    return Sequence(request, 0, Precedence(0.0, 0, 0), tokens)
 
 
 def proposals(root: bytes, others: list[tuple[bytes, list[int]]]) -> list[int]:

@@ -15,7 +15,7 @@ from pagemill.scheduling.draft_control import BranchShape, Candidate, DraftContr
 from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chance, first_chances
 from pagemill.scheduling.model_draft_control import ModelDraftControl
 from pagemill.scheduling.model_drafting import ModelDrafter
-from pagemill.scheduling.sequence import Rank, Request, Sequence
+from pagemill.scheduling.sequence import Precedence, Request, Sequence
 from pagemill.scheduling.speculation import TAKEN_IN
 from pagemill.scheduling.step_plan import DraftWork
 
@@ -214,7 +214,7 @@ def test_what_a_draft_model_has_to_take_in_is_worth_it_only_in_a_long_answer():
             )
         request = Request("r", [5] * prompt_len, SamplingParams(max_tokens=max_tokens), 0, 0, 0.0, b"", 4096)
         request.max_len = prompt_len + max_tokens
-        sequence = Sequence(request, 0, Rank(0.0, 0, 0), [5] * (prompt_len + answer))
+        sequence = Sequence(request, 0, Precedence(0.0, 0, 0), [5] * (prompt_len + answer))
         return bool(drafter.propose({sequence: 8}, 1, 512, math.inf, 0))
 
     assert wanted(20, 2)

@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 
 from pagemill.errors import CalibrationError, ConfigError
-from pagemill.simulate.roofline import DEVICES, ITEMSIZE, SHAPES, Device, ModelShape, Roofline, read_device, read_shape
+from pagemill.simulate.roofline import (
+    DEVICES,
+    ITEMSIZE,
+    SHAPES,
+    DeviceModel,
+    ModelShape,
+    Roofline,
+    read_device,
+    read_shape,
+)
 from pagemill.simulate.step_time import StepWork
 
-DEVICE = Device(
+DEVICE = DeviceModel(
     about="a device",
     memory_bytes=200_000,
     bytes_per_s=1e6,

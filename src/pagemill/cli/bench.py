@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from pagemill.cli.bench_report import EngineFigures, Report, Sample
-from pagemill.cli.bench_workload import Workload, make_prompts, read_text
+from pagemill.cli.bench_workload import BenchWorkload, make_prompts, read_text
 from pagemill.cli.options import ModelArgument, engine_options, refuse_settings, run
 from pagemill.cli.remote import ApiKey
 from pagemill.sampling.params import SamplingParams
@@ -57,7 +57,7 @@ def bench(
     """Measure throughput and latency on a workload. --seed also chooses the prompts; answers are greedy."""
     if url is not None:
         refuse_settings({name: value for name, value in settings.items() if name != "seed"}, url)
-    workload = Workload(
+    workload = BenchWorkload(
         num_prompts, input_len, output_len, prefix_len, request_rate, max_concurrency, settings.get("seed", 0)
     )
     corpus = read_text(text)
@@ -75,7 +75,7 @@ def bench(
         raise typer.Exit(1)
 
 
-async def _bench(model: str, workload: Workload, corpus: str, settings: dict[str, Any]) -> Report:
+async def _bench(model: str, workload: BenchWorkload, corpus: str, settings: dict[str, Any]) -> Report:
     from pagemill.cli.loading import loaded_engine
 
     async with loaded_engine(model, settings) as llm:
@@ -94,7 +94,7 @@ async def _bench(model: str, workload: Workload, corpus: str, settings: dict[str
         return Report.of(workload, samples, duration, (await llm.ready()).description, engine=figures)
 
 
-async def _bench_url(url: str, model: str, api_key: str | None, workload: Workload, corpus: str) -> Report:
+async def _bench_url(url: str, model: str, api_key: str | None, workload: BenchWorkload, corpus: str) -> Report:
     from pagemill.cli.bench_server import Server
 
     async with Server(url, model, api_key) as server:
@@ -107,7 +107,7 @@ async def _bench_url(url: str, model: str, api_key: str | None, workload: Worklo
 
 
 async def send(
-    prompts: Sequence[P], workload: Workload, ask: Callable[[int, P], Awaitable[Sample | None]]
+    prompts: Sequence[P], workload: BenchWorkload, ask: Callable[[int, P], Awaitable[Sample | None]]
 ) -> list[Sample]:
     """Returns the samples of all requests that were answered, and shows how far it is on stderr."""
     from pagemill.cli.loading import RequestsBar

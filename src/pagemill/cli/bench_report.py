@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagemill.cli.bench_workload import Workload
+from pagemill.cli.bench_workload import BenchWorkload
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,7 @@ class Report:
     engine: None where a server was measured. notes: what a reader must know to compare.
     """
 
-    workload: Workload
+    workload: BenchWorkload
     duration_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -63,7 +63,7 @@ class Report:
     @classmethod
     def of(
         cls,
-        workload: Workload,
+        workload: BenchWorkload,
         samples: Sequence[Sample],
         duration_s: float,
         measured: str,

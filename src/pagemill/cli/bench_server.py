@@ -12,8 +12,8 @@ import httpx
 import msgspec
 
 from pagemill.cli.bench_report import Sample
-from pagemill.cli.bench_workload import Workload, make_prompts, make_texts
-from pagemill.cli.event_lines import event_lines
+from pagemill.cli.bench_workload import BenchWorkload, make_prompts, make_texts
+from pagemill.cli.remote import client_of, event_lines
 from pagemill.errors import BenchmarkError, ConfigError
 
 LONGEST_TEXT = 400_000
@@ -29,22 +29,11 @@ class Server:
     def __init__(
         self, url: str, model: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        """transport: None for the network. Raises ConfigError for what is no address."""
+        """Raises as `client_of`."""
         self.notes: list[str] = []
         self._model = model
         self._url = url
-        base = url.rstrip("/")
-        self._base = base if base.endswith("/v1") else f"{base}/v1"
-        try:
-            self._http = httpx.AsyncClient(
-                base_url=self._base,
-                headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-                timeout=httpx.Timeout(60, read=None),
-                limits=httpx.Limits(max_connections=None),
-                transport=transport,
-            )
-        except (httpx.InvalidURL, ValueError) as error:
-            raise ConfigError(f"--url is {url!r}: {error}; give http://host:port", param="url") from error
+        self._http = client_of(url, api_key, transport, connect_s=60)
         self._options: dict[str, Any] = {"ignore_eos": True}
         self._failures: list[str] = []
 
@@ -54,14 +43,14 @@ class Server:
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         await self._http.aclose()
 
-    async def prompts(self, corpus: str, workload: Workload) -> Sequence[list[int] | str]:
+    async def prompts(self, corpus: str, workload: BenchWorkload) -> Sequence[list[int] | str]:
         """Returns token ids where the server tokenizes, as vLLM's and pagemill's do; else texts of about that length.
 
         The text's beginning is enough for both.
         """
         body = {"model": self._model, "prompt": corpus[:LONGEST_TEXT], "add_special_tokens": False}
         try:
-            answer = await self._http.post(f"{self._base.removesuffix('/v1')}/tokenize", json=body)
+            answer = await self._http.post("../tokenize", json=body)
         except httpx.UnsupportedProtocol as error:
             raise ConfigError(f"--url is {self._url!r}: {error}; give http://host:port", param="url") from error
         except httpx.HTTPError as error:

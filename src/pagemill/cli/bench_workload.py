@@ -16,7 +16,7 @@ CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
-class Workload:
+class BenchWorkload:
     """Describes the requests: lengths in tokens, request_rate in requests per second (0 sends all at once)."""
 
     num_prompts: int
@@ -34,13 +34,13 @@ class Workload:
         return [0.0, *(arrivals.expovariate(self.request_rate) if self.request_rate else 0.0 for _ in others)]
 
 
-def make_prompts(tokens: list[int], workload: Workload) -> list[list[int]]:
+def make_prompts(tokens: list[int], workload: BenchWorkload) -> list[list[int]]:
     """Returns equally long pieces of a tokenized text, the same ones for the same seed. Raises ConfigError for a text
     that is too short."""
     return _pieces(tokens, workload, 1)
 
 
-def make_texts(text: str, workload: Workload) -> list[str]:
+def make_texts(text: str, workload: BenchWorkload) -> list[str]:
     """Returns pieces of a text that nobody can tokenize, of about as many tokens. Raises what `make_prompts` does."""
     return _pieces(text, workload, CHARACTERS_PER_TOKEN)
 
@@ -57,7 +57,7 @@ def read_text(path: Path | None) -> str:
         raise ConfigError(f"cannot read --text {path}: {error}", param="text") from error
 
 
-def _pieces(whole: S, workload: Workload, unit: int) -> list[S]:
+def _pieces(whole: S, workload: BenchWorkload, unit: int) -> list[S]:
     longest = unit * max(workload.prefix_len, workload.input_len)
     if len(whole) < longest:
         raise ConfigError(

@@ -65,7 +65,7 @@ def engine_options(command: Command, **described: str) -> Command:
             words = """auto, off or a JSON object such as '{"method": "ngram"}'"""
             given["speculative_config"] = _json_object("speculative_config", given["speculative_config"], words)
         if "lora_modules" in given:
-            given["lora_modules"] = _paths_by_name("lora_modules", given["lora_modules"])
+            given["lora_modules"] = _paths_by_name(given["lora_modules"])
         return given
 
     declared = {
@@ -195,14 +195,16 @@ def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) 
     return Annotated[kind | None, typer.Option(flag, help=text, show_default=False, rich_help_panel=panel, **written)]
 
 
-def _paths_by_name(name: str, given: list[str]) -> dict[str, str]:
+def _paths_by_name(given: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in given:
         key, equals, path = text.partition("=")
         if not equals or not key or not path:
-            raise ConfigError(f"{name} is {text!r}; it must be NAME=PATH", param=name)
+            raise ConfigError(f"lora_modules is {text!r}; it must be NAME=PATH", param="lora_modules")
         if key in found:
-            raise ConfigError(f"{name} has {key!r} twice; give each adapter a name of its own", param=name)
+            raise ConfigError(
+                f"lora_modules has {key!r} twice; give each adapter a name of its own", param="lora_modules"
+            )
         found[key] = path
     return found
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from pagemill.cli.event_lines import event_lines
 from pagemill.errors import ConfigError, InvalidRequestError, NotFoundError, RemoteServerError, shown
 
 ApiKey = Annotated[
@@ -24,21 +23,45 @@ LONGEST_REFUSAL = 100
 """Characters of an answer that is no JSON which a message shows."""
 
 
+def client_of(
+    url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None, connect_s: float = 30
+) -> httpx.AsyncClient:
+    """Returns a client of the API at a server's address, for any number of requests at once. transport: None for the
+    network. Raises ConfigError for what is no address."""
+    try:
+        return httpx.AsyncClient(
+            base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1",
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(connect_s, read=None),
+            limits=httpx.Limits(max_connections=None),
+            transport=transport,
+        )
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(f"--url is {url!r}: {error}; give http://host:port", param="url") from error
+
+
+async def event_lines(response: httpx.Response) -> AsyncGenerator[str, None]:
+    """Yields a stream's lines, which end at line feeds alone.
+
+    httpx's own lines end at other characters too (U+0085, U+2028, U+2029), which may stand within JSON. Raises
+    httpx.HTTPError where the stream breaks off.
+    """
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r").decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
 class Remote:
     """Raises `RemoteServerError` where the server does not answer, or refuses; `NotFoundError` for its 404."""
 
     def __init__(self, url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """transport: None for the network. Raises ConfigError for what is no address."""
+        """Raises as `client_of`."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        try:
-            self._http = httpx.AsyncClient(
-                base_url=f"{self.url}/v1",
-                headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-                timeout=httpx.Timeout(30, read=None),
-                transport=transport,
-            )
-        except (httpx.InvalidURL, ValueError) as error:
-            raise ConfigError(f"--url is {url!r}: {error}; give http://host:port", param="url") from error
+        self._http = client_of(url, api_key, transport)
 
     async def __aenter__(self) -> Remote:
         return self

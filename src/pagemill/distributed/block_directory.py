@@ -33,10 +33,6 @@ class BlockDirectory:
         """Returns how many digests some replica holds."""
         return len(self._held)
 
-    def count_holders(self, digest: bytes) -> int:
-        """Returns how many replicas hold a block."""
-        return self._held.get(digest, 0).bit_count()
-
     def store(self, replica: int, digests: Iterable[bytes]) -> None:
         """Notes that a replica holds blocks."""
         held, bit = self._held, 1 << replica

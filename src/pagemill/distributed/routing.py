@@ -111,7 +111,7 @@ class Router:
     replicas compute prompts alone, as long as another is left.
     """
 
-    def __init__(self, block_size: int, policy: RoutingPolicy = "least-work", prefill_replicas: int = 0) -> None:
+    def __init__(self, block_size: int, policy: RoutingPolicy, prefill_replicas: int) -> None:
         self.directory = BlockDirectory()
         self._block_size = block_size
         self._policy = policy

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def build(
-    config: EngineConfig, executor: Executor, publishes: bool = False, peering: Peering | None = None
+    config: EngineConfig, executor: Executor, publishes: bool, peering: Peering | None
 ) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
     """Allocates the executor's pool, and builds around it what an `EngineCore` drives beside the executor.
 

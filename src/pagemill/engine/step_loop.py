@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Flight:
+class SubmittedStep:
     """A step in flight.
 
     begun, planned: when its plan was begun, and made.
@@ -62,7 +62,7 @@ class StepLoop:
         self._start_loads = start_loads
         self._note_step = note_step
         self._ahead = int(executor.facts.overlaps)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[SubmittedStep] = deque()
         self._last_end = 0.0
 
     @property
@@ -87,7 +87,7 @@ class StepLoop:
         Whom a fault of a step ends is among the updates. Raises what is more than that (EngineDeadError, an interrupt);
         all in flight is lost then. begun: when the plan was begun.
         """
-        flight = Flight(plan, begun, time.monotonic())
+        flight = SubmittedStep(plan, begun, time.monotonic())
         self._flights.append(flight)
         with self._losing_all():
             try:
@@ -139,7 +139,7 @@ class StepLoop:
         self._note_end(flight)
         return updates
 
-    def _note_end(self, flight: Flight) -> None:
+    def _note_end(self, flight: SubmittedStep) -> None:
         now, last = time.monotonic(), self._last_end
         self._note_step(flight.plan, now - max(flight.begun, last), now - max(flight.planned, last))
         self._last_end = now

@@ -139,8 +139,8 @@ def make_tiers(
     memory: MemoryManager,
     streamed: Streamed,
     host: int,
-    publishes: bool = False,
-    peering: Peering | None = None,
+    publishes: bool,
+    peering: Peering | None,
 ) -> Tiers | None:
     """Returns the tiers that the settings ask for, less what streamed blocks take of them, and what peers hold; None if
     there is nothing of all that.
@@ -246,12 +246,12 @@ class Tiers:
         except KVStoreError as error:
             logger.warning("%s", error)
             return found
-        if swap or reach == found or not self.prefill.s_per_token:
+        if swap or reach == found:
             return reach
         blocks = self._memory.missing(digests[:reach])
         lowest = max(sources[digests[entry], group] or 0 for entry, group in blocks)
-        compute_s = (reach - found) * self._memory.block_size * self.prefill.s_per_token
-        return reach if self.transfers.load_time(lowest).pays(len(blocks), compute_s) else found
+        load_time, tokens = self.transfers.load_time(lowest), (reach - found) * self._memory.block_size
+        return reach if self.prefill.exceeds(load_time, len(blocks), tokens) else found
 
     def save(self, saves: Sequence[Save]) -> None:
         """Saves evicted blocks. Tenants have the parts of each tier that are guaranteed to them of the pool."""

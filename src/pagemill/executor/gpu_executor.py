@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,20 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from pagemill.errors import DeviceLostError, EngineDeadError, NonFiniteLogitsError
-from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_rows import Edits
 from pagemill.executor.device_steps import DeviceSteps, Together
-from pagemill.executor.draft_source import DraftSource
 from pagemill.executor.graphs import Shape
-from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, GraphFacts, StepHandle
-from pagemill.executor.local import LocalExecutor
+from pagemill.executor.interface import ExecutorMemory, GraphFacts, StepHandle
+from pagemill.executor.local import LocalExecutor, Parts
 from pagemill.executor.staging import Place, Ring, Slot
 from pagemill.executor.step_arrays import nobodys_arrays, padded_arrays, step_arrays
 from pagemill.executor.trial_steps import LargestStep
-from pagemill.kvcache.layout import FrameShape
-from pagemill.models.decoder import Decoder
-from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -40,7 +35,7 @@ TELL_S = 10.0
 """Seconds after which captures that go on tell how far they are."""
 
 
-class Flight:
+class LaunchedStep:
     """Holds a step that the device has been given, until its tokens have come.
 
     places: by sample, where its token is among the results. seats: by sample, how often its row had been given when the
@@ -68,28 +63,22 @@ class GpuExecutor(LocalExecutor):
     def __init__(
         self,
         device: Device,
-        decoder: Decoder,
-        backend: Backend,
-        facts: ExecutorFacts,
-        shape: FrameShape,
-        max_num_seqs: int,
-        tokenizer_json: Callable[[], str],
-        adapters: AdapterLoader,
-        draft: DraftSource | None = None,
+        parts: Parts,
         *,
         largest: LargestStep,
         measures: bool,
         enforce_eager: bool = False,
         together: Together | None = None,
     ) -> None:
-        facts = replace(facts, overlaps=True, counts_steps=measures)
-        super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, draft, streams=device)
+        facts = replace(parts.facts, overlaps=True, counts_steps=measures)
+        super().__init__(parts._replace(facts=facts), streams=device)
         self._accelerator = device
-        eager = enforce_eager or draft is not None  # with drafts on the device, no step runs ahead of the host
-        self._steps = DeviceSteps(device, self, backend, max_num_seqs, facts.max_model_len, eager, together)
+        max_num_seqs = parts.max_num_seqs
+        eager = enforce_eager or parts.draft is not None  # with drafts on the device, no step runs ahead of the host
+        self._steps = DeviceSteps(device, self, parts.backend, max_num_seqs, facts.max_model_len, eager, together)
         self._edits = Edits(self.rows)
         self._ring = Ring(device, max_num_seqs)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[LaunchedStep] = deque()
         self._seats = np.zeros(max_num_seqs, np.int64)
         self._failed: Exception | None = None
         """Why a step that was submitted, and has not been collected, failed."""
@@ -169,7 +158,7 @@ class GpuExecutor(LocalExecutor):
         return StepHandle(plan, self._failed)
 
     def collect(self, handle: StepHandle) -> StepResult:
-        if isinstance(handle.pending, Flight):
+        if isinstance(handle.pending, LaunchedStep):
             return self._land(handle.pending)
         if isinstance(handle.pending, Exception) and not isinstance(handle.pending, EngineDeadError):
             self._failed = None
@@ -212,7 +201,7 @@ class GpuExecutor(LocalExecutor):
         return result
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> Flight:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         """Gives a step to the device."""
         rows, ends = plan.sample_to, (plan.starts + plan.query_lens)
         choices = self.sampler.choices_ahead(rows)
@@ -252,7 +241,7 @@ class GpuExecutor(LocalExecutor):
             self._ring.give_back(slot)
             raise
         self.sampler.note_ahead(rows)
-        flight = Flight(plan, slot, places, self._seats[rows])
+        flight = LaunchedStep(plan, slot, places, self._seats[rows])
         self._flights.append(flight)
         return flight
 
@@ -264,7 +253,7 @@ class GpuExecutor(LocalExecutor):
         if len(tokens):
             slot.results[: len(tokens)].copy_(tokens)
 
-    def _land(self, flight: Flight) -> StepResult:
+    def _land(self, flight: LaunchedStep) -> StepResult:
         """Waits for a step's tokens, and returns its result."""
         if flight.result is not None:
             return flight.result

@@ -12,7 +12,7 @@ from pagemill.executor.device import CudaDevice, Device
 from pagemill.executor.gpu_executor import GpuExecutor
 from pagemill.executor.interface import ExecutorFacts
 from pagemill.executor.load_drafting import load_drafting
-from pagemill.executor.local import LocalExecutor
+from pagemill.executor.local import LocalExecutor, Parts
 from pagemill.executor.rank_devices import check_alike, config_of_rank, transport_of
 from pagemill.executor.ranks import Ranks
 from pagemill.executor.record_parts import RecordParts
@@ -42,7 +42,7 @@ def open_executor(
     if config.tensor_parallel_size > 1:
         return _open_ranks(config, progress, backend, device)
     share = load_share(config, backend=backend, progress=progress)
-    backend, model, _, shape, _ = share
+    backend, shape = share.backend, share.shape
     speculation = config.asked_drafts
     drafting = None if speculation is None else load_drafting(config, speculation, share)
     if drafting is not None:
@@ -54,20 +54,13 @@ def open_executor(
         device = CudaDevice(backend.device)
     if device is not None:
         facts = _streaming_to(facts, backend.layout(shape, 1))
-    common = (
-        model.decoder,
-        backend,
-        facts,
-        shape,
-        config.max_num_seqs,
-        lambda: Tokenizer.load(config).to_json(),
-        _adapter_loader(config, share),
-        None if drafting is None else drafting.source,
-    )
+    parts = _parts(config, share, facts, shape)
+    if drafting is not None:
+        parts = parts._replace(draft=drafting.source)
     if device is None:
-        return LocalExecutor(*common, share.mapped_bytes)
+        return LocalExecutor(parts)
     largest, measures = _largest_step(config, facts.max_model_len), _measures(config)
-    return GpuExecutor(device, *common, largest=largest, measures=measures, enforce_eager=config.enforce_eager)
+    return GpuExecutor(device, parts, largest=largest, measures=measures, enforce_eager=config.enforce_eager)
 
 
 def _largest_step(config: EngineConfig, max_model_len: int) -> LargestStep:
@@ -113,22 +106,15 @@ def _over_ranks(
     if device is not None:  # sums over parts are rounded in another order for every number of these
         facts = replace(facts, numerics=f"{facts.numerics},{size} parts")
         facts = _streaming_to(facts, layout(share.shape, 1), size)
-    common = (
-        share.model.decoder,
-        share.backend,
-        facts,
-        share.shape,
-        config.max_num_seqs,
-        lambda: Tokenizer.load(config).to_json(),
-        _adapter_loader(config, share),
-        ranks,
-        RecordParts(whole, share.shape, kv_heads_of(spec, size), layout),
-    )
+    parts = _parts(config, share, facts, share.shape)
+    record_parts = RecordParts(whole, share.shape, kv_heads_of(spec, size), layout)
     if device is None:
-        return TensorParallelExecutor(*common, size * share.mapped_bytes)
+        return TensorParallelExecutor(parts, ranks, record_parts)
     assert ranks.group is not None
     return TensorParallelGpuExecutor(
-        *common,
+        parts,
+        ranks,
+        record_parts,
         device,
         ranks.group,
         largest=_largest_step(config, facts.max_model_len),
@@ -179,6 +165,15 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
     )
 
 
-def _adapter_loader(config: EngineConfig, share: Share) -> AdapterLoader:
+def _parts(config: EngineConfig, share: Share, facts: ExecutorFacts, shape: FrameShape) -> Parts:
     backend, model = share.backend, share.model
-    return AdapterLoader(model.spec, model.names, backend.ops, model.dtype, backend.device, config.max_lora_rank)
+    return Parts(
+        model.decoder,
+        backend,
+        facts,
+        shape,
+        config.max_num_seqs,
+        lambda: Tokenizer.load(config).to_json(),
+        AdapterLoader(model.spec, model.names, backend.ops, model.dtype, backend.device, config.max_lora_rank),
+        mapped_bytes=config.tensor_parallel_size * share.mapped_bytes,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,24 +36,27 @@ LOGITS_ROWS = 64
 """Prompt log probabilities take this many rows of logits at a time: a bound on their memory."""
 
 
+class Parts(NamedTuple):
+    """Holds what every executor is made of. mapped_bytes: see `Worker`; those of all ranks together."""
+
+    decoder: Decoder
+    backend: Backend
+    facts: ExecutorFacts
+    shape: FrameShape
+    max_num_seqs: int
+    tokenizer_json: Callable[[], str]
+    adapters: AdapterLoader
+    draft: DraftSource | None = None
+    mapped_bytes: int = 0
+
+
 class LocalExecutor(Worker):
     """Implements `Executor` on the backend that the model was loaded with. A step runs when it is submitted: on CPU it
     would take the cores from whoever planned the next one meanwhile.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        backend: Backend,
-        facts: ExecutorFacts,
-        shape: FrameShape,
-        max_num_seqs: int,
-        tokenizer_json: Callable[[], str],
-        adapters: AdapterLoader,
-        draft: DraftSource | None = None,
-        mapped_bytes: int = 0,
-        streams: DeviceStreams | None = None,
-    ) -> None:
+    def __init__(self, parts: Parts, streams: DeviceStreams | None = None) -> None:
+        decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, draft, mapped_bytes = parts
         super().__init__(decoder, backend, shape, max_num_seqs, facts.max_model_len, mapped_bytes, streams)
         self.facts = facts
         self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.sampling, facts.eos_token_ids, tokenizer_json)

@@ -90,10 +90,6 @@ class Ranks:
         """Returns how many there are beside rank 0."""
         return len(self._ranks)
 
-    @property
-    def pids(self) -> list[int]:
-        return [rank.child.process.pid for rank in self._ranks]
-
     def connect(self) -> list[str]:
         """Waits until all have loaded, and connects them with rank 0's exchange, which has loaded its own part. Returns
         the name of the attention of each. Raises what kept one from loading."""

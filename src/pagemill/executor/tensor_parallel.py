@@ -6,7 +6,7 @@ part of the block there. Rank 0 plans and samples alone; the others hear of a pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,20 +14,16 @@ import numpy as np
 from torch import Tensor
 
 from pagemill.errors import EngineDeadError, KVMemoryError
-from pagemill.executor.backend import Backend
-from pagemill.executor.interface import ExecutorFacts
 from pagemill.executor.late_errors import LateErrors
-from pagemill.executor.local import LocalExecutor
+from pagemill.executor.local import LocalExecutor, Parts
 from pagemill.executor.rank_messages import Allocate, Edit, Logits, Resize, Step, TakeLoss
 from pagemill.executor.ranks import Ranks
 from pagemill.executor.record_parts import RecordParts
 from pagemill.executor.rows import Inputs
 from pagemill.executor.sharded_frames import ShardedFrames
-from pagemill.kvcache.layout import FrameShape
 from pagemill.memory.work import MemoryWork
 from pagemill.models.adapter import AdapterTokens
-from pagemill.models.decoder import Decoder, OnLayer
-from pagemill.models.loading.adapter import AdapterLoader
+from pagemill.models.decoder import OnLayer
 
 
 class TensorParallelExecutor(LocalExecutor):
@@ -36,24 +32,10 @@ class TensorParallelExecutor(LocalExecutor):
     shape: of the frames of rank 0's pool, and of each other's.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        backend: Backend,
-        facts: ExecutorFacts,
-        shape: FrameShape,
-        max_num_seqs: int,
-        tokenizer_json: Callable[[], str],
-        adapters: AdapterLoader,
-        ranks: Ranks,
-        parts: RecordParts,
-        mapped_bytes: int = 0,
-    ) -> None:
-        super().__init__(
-            decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, mapped_bytes=mapped_bytes
-        )
+    def __init__(self, parts: Parts, ranks: Ranks, record_parts: RecordParts) -> None:
+        super().__init__(parts)
         self.ranks = ranks
-        self._parts = parts
+        self._record_parts = record_parts
 
     def make_pool(self, num_frames: int, streamed_frames: int, streamed_folder: Path | None, room: int) -> int:
         room //= len(self.ranks) + 1  # the same for all of them
@@ -65,7 +47,7 @@ class TensorParallelExecutor(LocalExecutor):
                 f"kv_memory, or max_model_len to what the pool holds",
                 param="kv_memory",
             )
-        self.frames = ShardedFrames(self.frames, self.ranks, self._parts, self.facts.overlaps)
+        self.frames = ShardedFrames(self.frames, self.ranks, self._record_parts, self.facts.overlaps)
         return first
 
     def edit(self, work: MemoryWork) -> list[int]:

@@ -7,28 +7,24 @@ for nothing but tokens, and the next step is planned meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from pagemill.errors import EngineDeadError
-from pagemill.executor.backend import Backend
 from pagemill.executor.device import Device
 from pagemill.executor.device_steps import Together
-from pagemill.executor.gpu_executor import Flight, GpuExecutor
+from pagemill.executor.gpu_executor import GpuExecutor, LaunchedStep
 from pagemill.executor.graphs import Shape
-from pagemill.executor.interface import ExecutorFacts, ExecutorMemory
-from pagemill.executor.local import LocalExecutor
+from pagemill.executor.interface import ExecutorMemory
+from pagemill.executor.local import LocalExecutor, Parts
 from pagemill.executor.rank_messages import Captured, Compile, DeviceLogits, DeviceStep, Measure, Memory
 from pagemill.executor.ranks import Ranks
 from pagemill.executor.record_parts import RecordParts
 from pagemill.executor.staging import Place, Slot
 from pagemill.executor.tensor_parallel import TensorParallelExecutor
 from pagemill.executor.trial_steps import FEW_TOKENS, LargestStep
-from pagemill.kvcache.layout import FrameShape
-from pagemill.models.decoder import Decoder
-from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.models.sharding import SummingExchange
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
@@ -42,15 +38,9 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
 
     def __init__(
         self,
-        decoder: Decoder,
-        backend: Backend,
-        facts: ExecutorFacts,
-        shape: FrameShape,
-        max_num_seqs: int,
-        tokenizer_json: Callable[[], str],
-        adapters: AdapterLoader,
+        parts: Parts,
         ranks: Ranks,
-        parts: RecordParts,
+        record_parts: RecordParts,
         device: Device,
         exchange: SummingExchange,
         *,
@@ -59,11 +49,11 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
         enforce_eager: bool,
     ) -> None:
         self.ranks = ranks
-        self._parts = parts
+        self._record_parts = record_parts
         self._exchange = exchange
         GpuExecutor.__init__(
-            self, device, decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters,
-            largest=largest, measures=measures, enforce_eager=enforce_eager, together=Together(exchange, self._agree),
+            self, device, parts, largest=largest, measures=measures, enforce_eager=enforce_eager,
+            together=Together(exchange, self._agree),
         )  # fmt: skip
 
     def measure(self) -> None:
@@ -112,7 +102,7 @@ class TensorParallelGpuExecutor(TensorParallelExecutor, GpuExecutor):
         with self._watched():
             return super()._run_here(plan)
 
-    def _land(self, flight: Flight) -> StepResult:
+    def _land(self, flight: LaunchedStep) -> StepResult:
         with self._watched():
             return super()._land(flight)
 

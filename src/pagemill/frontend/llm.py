@@ -7,10 +7,10 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
@@ -24,7 +24,6 @@ from pagemill.frontend.client import InlineClient
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.input_processor import Prompt, as_list_of_prompts, one_per_prompt
 from pagemill.frontend.metrics import Metric, metrics_of
-from pagemill.frontend.not_served import not_served
 from pagemill.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from pagemill.frontend.pooling import EmbeddingRequestOutput, embedding_of
 from pagemill.frontend.request_state import RequestState
@@ -41,6 +40,17 @@ from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def not_served(name: str, reason: str) -> Callable[..., NoReturn]:
+    """Returns a method of vLLM's `LLM` that is not served here: it raises `InvalidRequestError` with the reason."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise InvalidRequestError(f"LLM.{name} is not served: {reason}")
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = f"Refuses: {reason}."
+    return refuse
 
 
 class LLM:

@@ -27,25 +27,25 @@ _CACHESTAT = 451
 READS_AT_ONCE = 2
 """Reads that keep the disk busy. With one for each thread, all threads would wait for the disk together, and then the
 disk would wait while all check what they have read."""
+BUFFERS = 4
+"""Threads that can use what they have read at a time; others wait."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DirectReads:
     """Reads the file at `path`, which another descriptor, `file`, has open too, at most `most_bytes` at once.
-    Thread-safe.
-
-    buffers: how many threads can use what they have read at a time; others wait. They have their pages from the start.
+    Thread-safe. Its buffers have their pages from the start.
     """
 
-    def __init__(self, path: Path, file: int, most_bytes: int, buffers: int = 4) -> None:
+    def __init__(self, path: Path, file: int, most_bytes: int) -> None:
         self._file = file
         self._reading = threading.Semaphore(READS_AT_ONCE)
         self._buffers = LifoQueue[NDArray[np.uint8]]()
         nbytes = -(-most_bytes // HUGE_PAGE) * HUGE_PAGE
-        memory = np.frombuffer(private_memory((buffers * nbytes) + HUGE_PAGE, HUGE), dtype=np.uint8)
-        memory = memory[-memory.ctypes.data % HUGE_PAGE :][: buffers * nbytes]
+        memory = np.frombuffer(private_memory(BUFFERS * nbytes + HUGE_PAGE, HUGE), dtype=np.uint8)
+        memory = memory[-memory.ctypes.data % HUGE_PAGE :][: BUFFERS * nbytes]
         advise(memory.ctypes.data, memory.nbytes, POPULATE_WRITE)
-        for buffer in memory.reshape(buffers, nbytes):
+        for buffer in memory.reshape(BUFFERS, nbytes):
             self._buffers.put(buffer)
         self._direct = -1
         with suppress(OSError, AttributeError):  # a system, or a file system, that cannot

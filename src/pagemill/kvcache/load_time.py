@@ -88,3 +88,7 @@ class PrefillTime:
         if tokens - generating >= max(MIN_PREFILL_TOKENS, generating):
             each, known = seconds / tokens, self.s_per_token
             self.s_per_token = 0.8 * known + 0.2 * each if known else each
+
+    def exceeds(self, load_time: LoadTime, blocks: int, tokens: int) -> bool:
+        """Returns whether to load so many blocks instead of computing so many tokens; True if nothing is known."""
+        return not self.s_per_token or load_time.pays(blocks, tokens * self.s_per_token)

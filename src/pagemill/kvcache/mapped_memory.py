@@ -59,7 +59,6 @@ class MappedMemory:
     def __init__(self, driver: Driver, nbytes: int, wait: Callable[[], None]) -> None:
         self._driver = driver
         self._wait = wait
-        self._nbytes = nbytes
         least = driver.granularity
         self.granule = least * -(-nbytes // (least * MOST_GRANULES))
         """Bytes of a granule."""

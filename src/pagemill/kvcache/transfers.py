@@ -27,6 +27,8 @@ from pagemill.memory.work import BlockName, Load, Save
 
 logger = logging.getLogger(__name__)
 
+THREADS = 4
+"""That read what loads bring, and as many again that fetch it."""
 BATCH_BYTES = 16 << 20
 """The size of the pieces that a save is cut into."""
 LEAST_PIECE_BYTES, PIECE_BYTES = 4 << 20, (32 << 20) - 4096
@@ -85,17 +87,14 @@ class Transfers:
     backlog_bytes: the most that may be copied out and not yet stored; beyond it, blocks are dropped instead of saved.
     """
 
-    def __init__(
-        self, frames: FrameAccess, tiers: OffloadTiers, backlog_bytes: int = 256 << 20, num_threads: int = 4
-    ) -> None:
+    def __init__(self, frames: FrameAccess, tiers: OffloadTiers, backlog_bytes: int = 256 << 20) -> None:
         self._frames = frames
         self._tiers = tiers
         self._batch = max(1, BATCH_BYTES // tiers.record_bytes)
-        self._num_threads = num_threads
         self._most_waiting = max(1, backlog_bytes // tiers.record_bytes)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
-        self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-load")
-        self._fetchers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-fetch")
+        self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-load")
+        self._fetchers = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-fetch")
         """Read what may come from other engines, so that a slow one holds up no tier."""
         self._lock = threading.Lock()
         self._waiting = 0
@@ -202,7 +201,7 @@ class Transfers:
         if self._tiers.are_remote(load.blocks):  # what comes over a slow link in time is a load's beginning
             count = max(1, LEAST_PIECE_BYTES // record_bytes)
         else:
-            count = piece_of(len(load.blocks), record_bytes, self._num_threads)
+            count = piece_of(len(load.blocks), record_bytes, THREADS)
         starts = range(0, len(load.blocks), count)
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):

@@ -60,7 +60,7 @@ def resolve_rope(
             f"{dict(parameters)}; compare config.json with the model's original",
             param="rope_parameters",
         ) from error
-    return RopeSpec(rotary_dim, tuple(inv_freq.tolist()), factor)
+    return RopeSpec(tuple(inv_freq.tolist()), factor)
 
 
 def scaled_max_position(parameters: Parameters, max_position: int) -> int:

@@ -12,12 +12,10 @@ Activation = Literal["silu", "gelu_tanh"]
 class RopeSpec:
     """Describes the rotary embedding of some layers, with its scaling resolved.
 
-    rotary_dim: leading dimensions of a head that rotate (the head size, unless partial).
-    inv_freq:   rotary_dim / 2 inverse frequencies, radians per position.
-    factor:     cos and sin are multiplied by it (yarn, longrope); 1.0 otherwise.
+    inv_freq: inverse frequencies, radians per position: half as many as leading dimensions of a head rotate.
+    factor:   cos and sin are multiplied by it (yarn, longrope); 1.0 otherwise.
     """
 
-    rotary_dim: int
     inv_freq: tuple[float, ...]
     factor: float = 1.0
 

@@ -130,14 +130,14 @@ def pack_affine(weight: AffineWeight) -> PackedWeight:
 def pack_quantized(weight: QuantizedWeight) -> PackedWeight:
     """Returns the weight in 8 bits."""
     whole = weight.whole()
-    codes = _whole_units((whole.to(torch.int16) + 128).to(torch.uint8), 64)
+    codes = _whole_units((whole.to(torch.int16) + 128).to(torch.uint8))
     return PackedWeight("int8", whole.shape[1], codes, Numbers(weight.scales), GROUP, 64, origin=128)
 
 
 def pack_float8(weight: Float8Weight) -> PackedWeight:
     """Returns the weight in fp8, with the scales that it has."""
     columns = weight.values.shape[1]
-    codes = _whole_units(weight.values.view(torch.uint8), 64)
+    codes = _whole_units(weight.values.view(torch.uint8))
     group = codes.shape[1] if weight.group >= columns else weight.group
     if group % 64:
         raise ValueError(
@@ -215,5 +215,5 @@ def _nibbles(values: Tensor, unit: int, with_top: bool) -> tuple[Tensor, Tensor 
     return codes, top.view(rows, -1)
 
 
-def _whole_units(codes: Tensor, unit: int) -> Tensor:
-    return pad(codes, (0, -codes.shape[1] % unit)).contiguous()
+def _whole_units(codes: Tensor) -> Tensor:
+    return pad(codes, (0, -codes.shape[1] % 64)).contiguous()

@@ -15,7 +15,7 @@ from pagemill.doctor import cpu_model
 from pagemill.errors import CalibrationError
 from pagemill.planner.real_engine import CLOCKS, RealEngine
 from pagemill.simulate.device_fit import FitError, MeasuredStep, fit_device, fit_errors
-from pagemill.simulate.roofline import EFFICIENCIES, Device, Roofline
+from pagemill.simulate.roofline import EFFICIENCIES, DeviceModel, Roofline
 from pagemill.simulate.step_time import StepWork
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -50,7 +50,7 @@ class Point(NamedTuple):
 class Calibration:
     """Holds what a calibration found."""
 
-    device: Device
+    device: DeviceModel
     roofline: Roofline
     steps: list[MeasuredStep]
 
@@ -239,10 +239,10 @@ def weights_dtype(engine: RealEngine) -> str:
     return "int8" if engine.core.executor.facts.quantization is not None else engine.dtype
 
 
-def _like(engine: RealEngine, machine: str) -> Device:
+def _like(engine: RealEngine, machine: str) -> DeviceModel:
     """Returns this machine with rates that are still to be fitted."""
     memory = engine.core.executor.memory()
-    return Device(
+    return DeviceModel(
         about=f"this machine ({machine})",
         memory_bytes=memory.total,
         bytes_per_s=1.0,

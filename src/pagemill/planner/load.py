@@ -13,7 +13,7 @@ import numpy as np
 
 from pagemill.errors import ConfigError, TraceError
 from pagemill.planner.limits import Limits
-from pagemill.planner.replica import Settings
+from pagemill.planner.replica import ReplicaSettings
 from pagemill.planner.workload import Workload
 from pagemill.simulate.roofline import Roofline
 from pagemill.simulate.step_time import StepWork
@@ -143,7 +143,7 @@ class Load:
         """Returns whether prompts begin alike."""
         return any(one.hash_ids for one in self._sample)
 
-    def guess(self, roofline: Roofline, settings: Settings) -> float:
+    def guess(self, roofline: Roofline, settings: ReplicaSettings) -> float:
         """Returns requests per second that full batches would serve: all steps generate, and compute prompts too."""
         output, everything = self.tokens_per_request
         prompt = everything - output

@@ -12,7 +12,6 @@ import numpy as np
 
 from pagemill.memory.manager import MemoryManager
 from pagemill.planner.limits import Limits
-from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.engine import END_TOKEN
@@ -46,11 +45,10 @@ class Setup:
         *,
         caching: bool = True,
         tier: LowerTier | None = None,
-        stored: Stored | None = None,
         swap_blocks: int = 0,
     ) -> Scheduler:
-        """Returns the scheduler over a memory, and over the tier below it or what else `stored` asks. swap_blocks:
-        without a tier, how many blocks it would have room for."""
+        """Returns the scheduler over a memory and the tier below it. swap_blocks: without a tier, how many blocks it
+        would have room for."""
         return Scheduler(
             memory,
             max_num_seqs=self.max_num_seqs,
@@ -58,7 +56,7 @@ class Setup:
             eos_token_ids=frozenset({END_TOKEN}),
             ageing_s=10.0,
             enable_prefix_caching=caching,
-            stored=stored if tier is None else tier.stored,
+            stored=None if tier is None else tier.stored,
             swap_blocks=swap_blocks if tier is None else tier.swap_blocks,
             target_tpot_s=self.target_tpot_s,
             compacts=self.kv_compaction == "auto" and isinstance(memory, MemoryManager),
@@ -92,7 +90,7 @@ def _p99(seconds: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReplicaSettings:
     """Holds what a replica is made of. kv_dtype, max_num_seqs, max_num_batched_tokens, kv_host_memory: as in
     EngineConfig. ranks: as tensor_parallel_size. kv_host_memory: bytes of one rank; 0 for none; None for as much as the
     pool where a link leads to host memory, which is the default of engines too.
@@ -169,7 +167,7 @@ FEW_WAIT = 10
 
 def run_trial(
     roofline: Roofline,
-    settings: Settings,
+    settings: ReplicaSettings,
     trace: Sequence[TracedRequest],
     rate: float,
     limits: Limits | None = None,
@@ -191,7 +189,7 @@ def run_trial(
 
 def _simulate(
     roofline: Roofline,
-    settings: Settings,
+    settings: ReplicaSettings,
     trace: Sequence[TracedRequest],
     rate: float,
     limits: Limits | None,

@@ -14,7 +14,7 @@ from pagemill.planner.load import Generated, Load, Traced
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.search import Choices
 from pagemill.planner.workload import with_timeout, workload_named
-from pagemill.simulate.roofline import Device, read_device
+from pagemill.simulate.roofline import DeviceModel, read_device
 from pagemill.simulate.trace import read_trace
 
 USUAL_RATE = 10.0
@@ -78,7 +78,7 @@ class Asked:
             ),
         }
 
-    def _device(self) -> Device:
+    def _device(self) -> DeviceModel:
         device = read_device(self.device)
         if self.price is None:
             return device
@@ -99,7 +99,7 @@ class Asked:
         traced = Traced([with_timeout(one, self.timeout) for one in read_trace(self.trace)])
         return Load(traced, traced.rate if self.rate is None else self.rate, self.requests)
 
-    def _host(self, device: Device, load: Load) -> tuple[int | None, ...]:
+    def _host(self, device: DeviceModel, load: Load) -> tuple[int | None, ...]:
         """Returns the sizes of host memory to try: the default, and what was asked for, or is usual where prompts
         share; or none alone."""
         asked = self.kv_host_memory

@@ -10,8 +10,8 @@ from itertools import product
 from pagemill.errors import ConfigError
 from pagemill.planner.limits import FACTOR, Limits, find_capacity
 from pagemill.planner.load import Load
-from pagemill.planner.replica import Settings, Trial, run_trial
-from pagemill.simulate.roofline import Device, ModelShape, Roofline
+from pagemill.planner.replica import ReplicaSettings, Trial, run_trial
+from pagemill.simulate.roofline import DeviceModel, ModelShape, Roofline
 
 GAIN = 1.03
 """Another value of a setting is taken if a replica holds so many times the rate with it."""
@@ -59,9 +59,9 @@ class Size:
     """
 
     roofline: Roofline
-    settings: Settings
+    settings: ReplicaSettings
     capacity: float | None = None
-    trials: list[tuple[Settings, Trial]] = field(default_factory=list)
+    trials: list[tuple[ReplicaSettings, Trial]] = field(default_factory=list)
 
     @property
     def own_trials(self) -> list[Trial]:
@@ -106,7 +106,7 @@ Report = Callable[[str], None]
 
 
 def make_plan(
-    device: Device,
+    device: DeviceModel,
     model: ModelShape,
     dtype: str,
     load: Load,
@@ -124,7 +124,7 @@ def make_plan(
     if not rooflines:
         raise ConfigError("; ".join(dict.fromkeys(refused.values())))
     sizes: list[Size] = []
-    chosen: Settings | None = None
+    chosen: ReplicaSettings | None = None
     for ranks in rooflines:
         if why := _too_slow_alone(device, model, dtype, load, limits, chosen or _first_settings(ranks, choices), ranks):
             refused[ranks] = why
@@ -153,14 +153,14 @@ def make_plan(
     return Plan(load, limits, options, refused)
 
 
-def _sizes(device: Device, model: ModelShape, dtype: str, choices: Choices) -> tuple[list[int], dict[int, str]]:
+def _sizes(device: DeviceModel, model: ModelShape, dtype: str, choices: Choices) -> tuple[list[int], dict[int, str]]:
     """Returns the numbers of ranks that hold the model, and why others do not."""
     wanted = choices.ranks or tuple(2**power for power in range(device.peers.bit_length()) if 2**power <= device.peers)
     refused = {ranks: why for ranks in wanted if (why := _refusal(device, model, dtype, choices.kv_dtype[0], ranks))}
     return [ranks for ranks in wanted if ranks not in refused], refused
 
 
-def _refusal(device: Device, model: ModelShape, dtype: str, kv_dtype: str, ranks: int) -> str | None:
+def _refusal(device: DeviceModel, model: ModelShape, dtype: str, kv_dtype: str, ranks: int) -> str | None:
     try:
         Roofline(device, model, dtype, kv_dtype, ranks).kv_bytes  # noqa: B018
     except ConfigError as error:
@@ -169,7 +169,13 @@ def _refusal(device: Device, model: ModelShape, dtype: str, kv_dtype: str, ranks
 
 
 def _too_slow_alone(
-    device: Device, model: ModelShape, dtype: str, load: Load, limits: Limits, settings: Settings, ranks: int
+    device: DeviceModel,
+    model: ModelShape,
+    dtype: str,
+    load: Load,
+    limits: Limits,
+    settings: ReplicaSettings,
+    ranks: int,
 ) -> str | None:
     """Says why no rate can hold, if the request of median length breaks a limit even alone."""
     settings = replace(settings, ranks=ranks)
@@ -191,32 +197,32 @@ def _too_slow_alone(
     return None
 
 
-def _first_settings(ranks: int, choices: Choices) -> Settings:
+def _first_settings(ranks: int, choices: Choices) -> ReplicaSettings:
     tokens, seqs = choices.batches()[0]
-    return Settings(ranks, choices.kv_dtype[0], seqs, tokens, choices.kv_host_memory[0])
+    return ReplicaSettings(ranks, choices.kv_dtype[0], seqs, tokens, choices.kv_host_memory[0])
 
 
 class _Search:
     """Searches for one size of replica."""
 
     def __init__(
-        self, device: Device, model: ModelShape, dtype: str, load: Load, limits: Limits, report: Report
+        self, device: DeviceModel, model: ModelShape, dtype: str, load: Load, limits: Limits, report: Report
     ) -> None:
         self._device, self._model, self._dtype = device, model, dtype
         self._load = load
         self._limits = limits
         self._report = report
-        self._trials: list[tuple[Settings, Trial]] = []
+        self._trials: list[tuple[ReplicaSettings, Trial]] = []
 
-    def _make(self, settings: Settings) -> Roofline:
+    def _make(self, settings: ReplicaSettings) -> Roofline:
         return Roofline(self._device, self._model, self._dtype, settings.kv_dtype, settings.ranks)
 
-    def with_settings(self, settings: Settings, first: float = 0.0) -> Size:
+    def with_settings(self, settings: ReplicaSettings, first: float = 0.0) -> Size:
         """Returns the capacity with these settings. first: requests per second to begin with; 0 for a guess."""
         capacity = self._capacity(settings, first or self._first_rate(settings))
         return Size(self._make(settings), settings, capacity, self._trials)
 
-    def choose(self, settings: Settings, choices: Choices) -> Size:
+    def choose(self, settings: ReplicaSettings, choices: Choices) -> Size:
         """Returns the settings with the largest capacity: of all pairs of max_num_batched_tokens and max_num_seqs, and
         then with each other setting changed after the other."""
         size = self.with_settings(settings)
@@ -241,11 +247,11 @@ class _Search:
             return Size(self._make(tried), tried, capacity, self._trials)
         return size
 
-    def _first_rate(self, settings: Settings) -> float:
+    def _first_rate(self, settings: ReplicaSettings) -> float:
         """Returns a rate to begin with: a part of what steps of full batches would serve."""
         return SCALING * self._load.guess(self._make(settings), settings)
 
-    def _capacity(self, settings: Settings, first: float) -> float | None:
+    def _capacity(self, settings: ReplicaSettings, first: float) -> float | None:
         """Returns the highest rate that holds, up to that of the whole load."""
         most = self._load.rate
         if first >= most / FACTOR and self._holds(settings, most):
@@ -253,7 +259,7 @@ class _Search:
         first = min(first, most / FACTOR)
         return find_capacity(lambda rate: self._holds(settings, rate), first, first / 2**6, most)
 
-    def _holds(self, settings: Settings, rate: float) -> bool:
+    def _holds(self, settings: ReplicaSettings, rate: float) -> bool:
         trial = self._known(settings, rate)
         if trial is None:
             self._report(f"{settings}: {rate:.3g} requests/s")
@@ -262,14 +268,14 @@ class _Search:
             self._trials.append((settings, trial))
         return _holds(trial, self._limits)
 
-    def _is_near(self, settings: Settings, rate: float) -> bool:
+    def _is_near(self, settings: ReplicaSettings, rate: float) -> bool:
         held = (trial.rate for one, trial in self._trials if one == settings and _holds(trial, self._limits))
         return any(rate <= NEAR * other for other in held)
 
-    def _run(self, settings: Settings, rate: float, limits: Limits | None) -> Trial:
+    def _run(self, settings: ReplicaSettings, rate: float, limits: Limits | None) -> Trial:
         return run_trial(self._make(settings), settings, self._load.requests(rate, self._limits), rate, limits)
 
-    def _known(self, settings: Settings, rate: float) -> Trial | None:
+    def _known(self, settings: ReplicaSettings, rate: float) -> Trial | None:
         """Returns the trial of these settings at this rate, or that of others that came out alike; None without any.
 
         Where all that ran and waited would have had rows, a larger `max_num_seqs` makes no difference.

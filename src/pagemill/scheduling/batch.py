@@ -31,7 +31,7 @@ class Entry(msgspec.Struct, gc=False):
     branch: Branch | None = None
 
 
-class Flight(NamedTuple):
+class ScheduledStep(NamedTuple):
     """Holds a step that has been planned and not yet committed.
 
     samples: (index of the entry, index of the sequence) of each. computed: indices of entries that complete a prompt
@@ -48,7 +48,7 @@ class Batch:
     """Keeps rows 0 .. num_rows - 1, each free or a sequence's; `flights` are the steps under way, the oldest first."""
 
     def __init__(self, memory: MemoryManager, num_rows: int) -> None:
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[ScheduledStep] = deque()
         self._memory = memory
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self._freed: list[int] = []
@@ -168,7 +168,9 @@ class Batch:
                 query_lens.append(count)
                 generates.append(True)
         self.steps += 1
-        self.flights.append(Flight(self.steps, entries, list(zip(sample_from, sample_index, strict=True)), computed))
+        self.flights.append(
+            ScheduledStep(self.steps, entries, list(zip(sample_from, sample_index, strict=True)), computed)
+        )
         freed, self._freed = self._freed, []
         chosen = list(self._chosen.values())
         self._chosen.clear()

@@ -48,8 +48,8 @@ class BeamSearch:
     def advance(self, generated: abc.Sequence[list[int]], candidates: abc.Sequence[TokenLogprobs]) -> list[Choice]:
         """Returns the beams that go on, the best first; none when the search is over.
 
-        generated: each beam's tokens so far. candidates: each beam's likeliest next tokens (`candidates_per_beam` of
-        them, behind the entry of the token that was sampled).
+        generated: each beam's tokens so far. candidates: each beam's likeliest next tokens (as many as `row_params`
+        asks for, behind the entry of the token that was sampled).
         """
         width, length = self._params.beam_width, len(generated[0]) + 1
         merged = sorted(

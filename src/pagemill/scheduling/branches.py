@@ -12,7 +12,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from pagemill.memory.manager import MemoryManager
-from pagemill.scheduling.batch import Batch, Flight
+from pagemill.scheduling.batch import Batch, ScheduledStep
 from pagemill.scheduling.sequence import Branch, Sequence
 
 
@@ -74,7 +74,7 @@ def end(memory: MemoryManager, batch: Batch, sequence: Sequence, followed: Branc
     sequence.branches = []
 
 
-def tree_of(flight: Flight, sample: int, accepted: int, undrafted: Set[int]) -> Tree | None:
+def tree_of(flight: ScheduledStep, sample: int, accepted: int, undrafted: Set[int]) -> Tree | None:
     """Returns what became of the drafts among which those of a sample were accepted; None if the device had none.
 
     undrafted: as of the step's result.

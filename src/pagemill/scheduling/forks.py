@@ -11,7 +11,7 @@ from bisect import insort
 from pagemill.sampling.params import TokenLogprobs
 from pagemill.scheduling.batch import Entry
 from pagemill.scheduling.beam import BeamGroup, Hypothesis
-from pagemill.scheduling.sequence import Sequence, Status, by_rank
+from pagemill.scheduling.sequence import Sequence, Status, by_precedence
 from pagemill.scheduling.state import SchedulerState
 
 
@@ -32,7 +32,7 @@ def _share(state: SchedulerState, origin: Sequence, length: int, index: int, row
     child = Sequence(
         origin.request,
         index,
-        origin.rank._replace(number=index),
+        origin.precedence._replace(number=index),
         origin.tokens[:length],
         status=Status.RUNNING,
         digests=origin.digests[: length // state.memory.block_size],
@@ -45,7 +45,7 @@ def _share(state: SchedulerState, origin: Sequence, length: int, index: int, row
         scheduled_s=origin.scheduled_s,
         group=origin.group,
     )
-    insort(state.running, child, key=by_rank)
+    insort(state.running, child, key=by_precedence)
     state.tenants[origin.request.tenant].running += 1
     state.requests[origin.request.request_id].append(child)
     return child

@@ -29,7 +29,7 @@ class Pacer:
 
     most: the most tokens of a step, which is what prompts may have as long as nothing is known.
 
-    A step is taken to last `plain_s` at `plain_rows` tokens of generating sequences, and `token_s` longer for each
+    A step is taken to last `plain_s` with as many generating sequences as were timed, and `token_s` longer for each
     further token, be it a generating sequence's or a prompt's: a sequence's token costs more than that, by its context,
     which makes the estimate for more sequences than generate now a low one.
     """

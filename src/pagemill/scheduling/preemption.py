@@ -49,10 +49,10 @@ def stream_largest(state: SchedulerState) -> bool:
 
 
 def victim(running: abc.Sequence[Sequence], sequence: Sequence, shortage: Shortage) -> Sequence:
-    """Returns which of the running sequences, by rank, gives its blocks back for this one, which may be itself.
+    """Returns which of the running sequences, by precedence, gives its blocks back for this one, which may be itself.
 
-    It is the one of the worst rank among those that could help: of its own tenant where that is at its quota or would
-    borrow, and of tenants that have borrowed.
+    It is the last in precedence of those that could help: of its own tenant where that is at its quota or would borrow,
+    and of tenants that have borrowed.
     """
     assert sequence.table is not None
     tenant = sequence.table.tenant
@@ -72,7 +72,7 @@ def victim(running: abc.Sequence[Sequence], sequence: Sequence, shortage: Shorta
 
 
 def borrower(running: abc.Sequence[Sequence], tenant: Tenant | None = None) -> Sequence | None:
-    """Returns the running sequence of the worst rank of a tenant, another than this, that has borrowed."""
+    """Returns the last running sequence in precedence of a tenant, another than this, that has borrowed."""
     for other in reversed(running):
         if (account := _account(other)) is not tenant and account.uses_more:
             return other
@@ -80,7 +80,7 @@ def borrower(running: abc.Sequence[Sequence], tenant: Tenant | None = None) -> S
 
 
 def crowding(state: SchedulerState) -> Sequence | None:
-    """Returns the running sequence of the worst rank of a tenant that uses more than its part of the rows."""
+    """Returns the last running sequence in precedence of a tenant that uses more than its part of the rows."""
     part, tenants = state.tenants.row_part, state.tenants
     return next((one for one in reversed(state.running) if tenants[one.request.tenant].rows > part), None)
 

@@ -21,7 +21,7 @@ from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.forecast import AnswerLengths
 from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.pacing import Pacer
-from pagemill.scheduling.sequence import Rank, Request, Sequence, SequenceUpdate, Status
+from pagemill.scheduling.sequence import Precedence, Request, Sequence, SequenceUpdate, Status
 from pagemill.scheduling.speculation import Drafter
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.step_plan import StepPlan, StepResult
@@ -39,9 +39,9 @@ Wanted = list[tuple[int, Sequence]]
 class Scheduler:
     """Continuous batching over paged memory, with one token budget per step.
 
-    Order of a step: sequences that generate, then prompts that were begun, each in order of rank, then new ones in the
-    order of the waiting queue. When blocks run out, the running sequence of the worst rank loses its own and waits to
-    be recomputed; where there are tenants, the worst of those that have borrowed (see `preemption.victim`). No sequence
+    Order of a step: sequences that generate, then prompts that were begun, each by precedence, then new ones in the
+    order of the waiting queue. When blocks run out, the last running sequence in precedence loses its own and waits to
+    be recomputed; where there are tenants, the last of those that have borrowed (see `preemption.victim`). No sequence
     is preempted while a step is in flight.
 
     state:   what runs and what waits. Admission, preemption, forks, limits and speculation are functions over it.
@@ -192,8 +192,8 @@ class Scheduler:
         once, and shares all its blocks; else the prompt is like any other.
         """
         state = self.state
-        rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
-        sequence = Sequence(request, 0, rank, [*request.prompt_token_ids, *request.answered])
+        precedence = Precedence(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
+        sequence = Sequence(request, 0, precedence, [*request.prompt_token_ids, *request.answered])
         limits.accept(state, sequence)
         self._arrivals += 1
         if request.beam is not None:
@@ -271,8 +271,8 @@ class Scheduler:
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Gives the pool another number of frames. Returns a plan without rows, to be carried out before frames go.
 
-        Sequences of the worst rank, of borrowers first, are preempted while what is held does not fit. No step may be
-        in flight, no load under way. Raises as `check_size` does, and changes nothing.
+        The last sequences in precedence, of borrowers first, are preempted while what is held does not fit. No step may
+        be in flight, no load under way. Raises as `check_size` does, and changes nothing.
         """
         self._resize(num_frames, now)
         return self.state.batch.plan({})

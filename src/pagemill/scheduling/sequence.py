@@ -28,7 +28,7 @@ LEAST_NORM = 1e-12
 """An embedding that is shorter than this is not made longer than it."""
 
 
-class Rank(NamedTuple):
+class Precedence(NamedTuple):
     """The order of service; smaller goes first.
 
     `due` is the arrival time plus `ageing_s` per step of priority. So requests of one class are served in the order of
@@ -134,7 +134,7 @@ class Sequence:
 
     request: Request
     index: int
-    rank: Rank
+    precedence: Precedence
     tokens: list[int]
     status: Status = Status.WAITING
     digests: list[bytes] = field(default_factory=list)
@@ -237,7 +237,7 @@ class Sequence:
         return Sequence(
             self.request,
             index,
-            self.rank,
+            self.precedence,
             [],
             status=Status.FINISHED,
             num_cached_tokens=self.num_cached_tokens,
@@ -263,6 +263,6 @@ class SequenceUpdate(msgspec.Struct, gc=False):
     hypothesis: Hypothesis | None = None
 
 
-def by_rank(sequence: Sequence) -> Rank:
+def by_precedence(sequence: Sequence) -> Precedence:
     """Returns the key of the order of service."""
-    return sequence.rank
+    return sequence.precedence

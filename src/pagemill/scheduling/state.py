@@ -15,7 +15,7 @@ from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.forecast import AnswerLengths
 from pagemill.scheduling.loading import Loading, Stored
-from pagemill.scheduling.sequence import Sequence, Status, by_rank
+from pagemill.scheduling.sequence import Sequence, Status, by_precedence
 from pagemill.scheduling.tenancy import Tenancy
 from pagemill.scheduling.waiting import PendingPrefixes, WaitingQueue
 
@@ -31,11 +31,11 @@ class Refused(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class SchedulerState:
-    """Invariants: a running sequence has a table and a row, and no other has; `running` is sorted by rank; rows in use,
-    those of branches among them, and free rows add up to `max_num_seqs`; a request is in `requests` until its last
+    """Invariants: a running sequence has a table and a row, and no other has; `running` is in its order; rows in
+    use, those of branches among them, and free rows add up to `max_num_seqs`; a request is in `requests` until its last
     sequence has finished.
 
-    running:  sequences with a row, by rank.
+    running:  sequences with a row, by precedence.
     requests: all sequences that have not finished, by request.
     waiting:  sequences whose turn has not come. Others wait in `pending` for a block that somebody computes or loads.
     loading:  loads from offload stores.
@@ -103,7 +103,7 @@ class SchedulerState:
         tenant = self.tenants[sequence.request.tenant]
         tenant.running += 1
         tenant.rows += sequence.num_rows
-        insort(self.running, sequence, key=by_rank)
+        insort(self.running, sequence, key=by_precedence)
 
     def stop(self, sequence: Sequence, now: float) -> None:
         """Takes a running sequence's row, blocks and claims away."""

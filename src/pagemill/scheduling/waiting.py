@@ -1,4 +1,4 @@
-"""Waiting: for a turn, tenants by the service they have had and each tenant's sequences by rank; or for a block.
+"""Waiting: for a turn, tenants by the service they have had and each tenant's sequences by precedence; or for a block.
 
 A sequence waits for a block that a running sequence or a load is about to bring, so that it is not computed twice.
 """
@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Hashable
 from operator import attrgetter
 
-from pagemill.scheduling.sequence import Rank, Sequence, Status
+from pagemill.scheduling.sequence import Precedence, Sequence, Status
 from pagemill.scheduling.tenancy import TenantState
 
 by_service = attrgetter("service")
@@ -28,14 +28,14 @@ class WaitingQueue:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._heaps: dict[TenantState, list[tuple[Rank, Sequence]]] = {}
+        self._heaps: dict[TenantState, list[tuple[Precedence, Sequence]]] = {}
         self._level = 0.0
 
     def push(self, sequence: Sequence, tenant: TenantState) -> None:
         heap = self._heaps.setdefault(tenant, [])
         if not heap:
             self.level([tenant])
-        heapq.heappush(heap, (sequence.rank, sequence))
+        heapq.heappush(heap, (sequence.precedence, sequence))
 
     def level(self, tenants: abc.Sequence[TenantState]) -> None:
         """Adjusts tenants' service, since they begin to wait for what all share. O(all tenants)."""

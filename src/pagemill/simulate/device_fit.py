@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import CalibrationError
-from pagemill.simulate.roofline import Device, ModelShape, Roofline
+from pagemill.simulate.roofline import DeviceModel, ModelShape, Roofline
 from pagemill.simulate.step_time import StepWork, least_nonnegative
 
 LEAST_STEPS = 20
@@ -40,8 +40,8 @@ class MeasuredStep:
 
 
 def fit_device(
-    steps: Sequence[MeasuredStep], like: Device, model: ModelShape, dtype: str, kv_dtype: str = "auto"
-) -> Device:
+    steps: Sequence[MeasuredStep], like: DeviceModel, model: ModelShape, dtype: str, kv_dtype: str = "auto"
+) -> DeviceModel:
     """Returns `like` with the parameters that fit these steps best.
 
     The time of a step, of a row and of a new row is fitted to the engine's own part of the steps. All else is fitted to
@@ -58,7 +58,7 @@ def fit_device(
     step_s, row_s, new_row_s = _own_costs(steps)
     like = replace(like, step_s=step_s, row_s=row_s, new_row_s=new_row_s)
 
-    def device(at: NDArray[np.float64]) -> Device:
+    def device(at: NDArray[np.float64]) -> DeviceModel:
         byte_s, kv, flop, attention = np.exp(at[:4]).tolist()
         return replace(
             like,

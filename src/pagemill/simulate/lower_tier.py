@@ -57,11 +57,10 @@ class LowerTier:
         if preempted and self._mode == "recompute":
             return found
         reach = self._memory.reach(digests, self._held.__contains__)
-        if reach == found or (preempted and self._mode == "swap") or not self._prefill.s_per_token:
+        if reach == found or (preempted and self._mode == "swap"):
             return reach
-        blocks = self._memory.missing(digests[:reach])
-        compute_s = (reach - found) * self._memory.block_size * self._prefill.s_per_token
-        return reach if self._load_time.pays(len(blocks), compute_s) else found
+        blocks, tokens = self._memory.missing(digests[:reach]), (reach - found) * self._memory.block_size
+        return reach if self._prefill.exceeds(self._load_time, len(blocks), tokens) else found
 
     def finish_loads(self, scheduler: Scheduler, now: float) -> None:
         """Tells the scheduler of the loads that have ended by now."""

@@ -30,7 +30,7 @@ ACTIVATION_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceModel:
     """Describes what bounds a step. Rates are peaks; multiplied by their efficiency, they are what a step gets.
 
     flop_per_s:       by dtype.
@@ -162,7 +162,7 @@ class Roofline:
     Raises ConfigError for what the device or the model cannot do.
     """
 
-    device: Device
+    device: DeviceModel
     model: ModelShape
     dtype: str
     kv_dtype: str = "auto"
@@ -304,12 +304,12 @@ class _Costs:
     sent_logits_s: float
 
 
-def read_device(name: str) -> Device:
+def read_device(name: str) -> DeviceModel:
     """Returns the device of this name in `devices.json`, or the only one in a .json file of the same form.
 
     Raises ConfigError for an unknown name, CalibrationError for a file that cannot be read as a device.
     """
-    return _read(Device, DEVICES, name, "device")
+    return _read(DeviceModel, DEVICES, name, "device")
 
 
 def read_shape(name: str) -> ModelShape:

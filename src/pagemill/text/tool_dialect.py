@@ -36,7 +36,7 @@ class ToolDialect:
         self._template_writes_calls = "tool_calls" in source
         self.place: Place | None = next((name for name in ("tools", "xml_tools") if name in reads), None)
         """Where it looks for tools: in a variable, or in the system message; None for nowhere."""
-        if self.place is None and _reads_key(tree, "tools"):
+        if self.place is None and _reads_tools(tree):
             self.place = "message"
 
     @property
@@ -95,10 +95,10 @@ class ToolDialect:
             return None
 
 
-def _reads_key(tree: jinja2.nodes.Template, key: str) -> bool:
-    by_name = any(node.attr == key for node in tree.find_all(jinja2.nodes.Getattr))
+def _reads_tools(tree: jinja2.nodes.Template) -> bool:
+    by_name = any(node.attr == "tools" for node in tree.find_all(jinja2.nodes.Getattr))
     return by_name or any(
-        isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == key
+        isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "tools"
         for node in tree.find_all(jinja2.nodes.Getitem)
     )
 

@@ -239,5 +239,5 @@ def _digest(file: _AdapterFile, rank: int, scale: float) -> bytes:
     digest = hashlib.sha256(b"pagemill adapter 1\n")
     digest.update(json.dumps([rank, scale]).encode())
     digest.update(mapped.view(0, mapped.size).data)
-    mapped.forget(0, mapped.size)
+    mapped.forget(mapped.size)
     return digest.digest()

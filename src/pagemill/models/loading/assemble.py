@@ -6,7 +6,7 @@ At any time at most one joined matrix exists beside what has been packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -16,7 +16,7 @@ from pagemill.errors import UnsupportedModelError
 from pagemill.models.decoder import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.models.latent_attention import HeadWeights, LatentWeights
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
-from pagemill.models.loading.keep import Keep, Nothing
+from pagemill.models.loading.keep import Keep
 from pagemill.models.loading.matrices import Pairs, kept_rows
 from pagemill.models.loading.pieces import quantize_pieces
 from pagemill.models.loading.tensor_reader import Progress, TensorReader
@@ -41,10 +41,10 @@ class Assembler:
     ops: Ops
     dtype: torch.dtype
     device: torch.device
-    progress: Progress | None = None
-    quantization: str | None = None
-    sharding: Sharding | None = None
-    keep: Keep = field(default_factory=Nothing)
+    progress: Progress | None
+    quantization: str | None
+    sharding: Sharding | None
+    keep: Keep
 
     def __post_init__(self) -> None:
         counted = [name for name in self.checkpoint.tensors if not self._ignored(name)]

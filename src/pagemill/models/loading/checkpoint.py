@@ -191,11 +191,11 @@ class MappedFile:
             )
         return self._array[begin:end]
 
-    def forget(self, begin: int, end: int) -> None:
-        """Drops the pages that lie wholly in begin .. end from the process's memory (where the system can)."""
-        first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first and hasattr(mmap, "MADV_DONTNEED"):
-            self.data.madvise(mmap.MADV_DONTNEED, first, last - first)
+    def forget(self, end: int) -> None:
+        """Drops the pages that lie wholly before `end` from the process's memory (where the system can)."""
+        nbytes = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if nbytes and hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED, 0, nbytes)
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,5 +257,5 @@ def fingerprint(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -
         for begin in sorted({last * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)}):
             end = min(begin + _SAMPLE_BYTES, file.size)
             digest.update(file.view(begin, end).tobytes())
-            file.forget(0, file.size)  # the system maps much more around each sample
+            file.forget(file.size)  # the system maps much more around each sample
     return digest.digest()

@@ -65,7 +65,7 @@ class GGUFFile:
         self._data = file.data
         self._at = 0
         self.metadata, self.tensors = self._read()
-        file.forget(0, self._at)
+        file.forget(self._at)
 
     def _read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         magic = bytes(self._data[:4])

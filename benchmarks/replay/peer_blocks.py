@@ -42,8 +42,11 @@ class PeerBlocks:
 
     number:   of this replica, in `memories`, which are those of all. Layer groups with a window must not be the only
               ones: what a peer has is told by its leading group.
+    swap_blocks: as of a `LowerTier`, whose place it takes: none, since nothing is saved here.
     fetched:  blocks that have arrived. missed: blocks that were asked for in vain.
     """
+
+    swap_blocks = 0
 
     def __init__(self, network: Network, number: int, memories: Sequence[MemoryManager]) -> None:
         self._network = network
@@ -74,12 +77,11 @@ class PeerBlocks:
     def stored(self, digests: Sequence[bytes], found: int, preempted: bool) -> int:
         """Returns up to which block of a chain to fetch, as `scheduling.loading.Stored` says."""
         reach = self._memory.reach(digests, lambda block: block[0] in self._holders)
-        if reach == found or not self._prefill.s_per_token:
+        if reach == found:
             return reach
-        blocks = self._memory.missing(digests[:reach])
-        compute_s = (reach - found) * self._memory.block_size * self._prefill.s_per_token
+        blocks, tokens = self._memory.missing(digests[:reach]), (reach - found) * self._memory.block_size
         peer = self._holders[digests[blocks[-1].entry]]
-        return reach if self._load_time(peer).pays(len(blocks), compute_s) else found
+        return reach if self._prefill.exceeds(self._load_time(peer), len(blocks), tokens) else found
 
     def finish_loads(self, scheduler: Scheduler, now: float) -> None:
         """Tells the scheduler of the fetches that have ended by now."""
