@@ -20,6 +20,13 @@ NESTED = '{"a": "x\\n<y> \\u00e9", "b": [1, -2.5e3, null, {"c": {}}]}'
 
 READ = [
     # format, text, content, calls
+    (
+        "hermes",
+        '<tool_call>{"index": [0, {}], "id": 7, "name": "f", "why": "<tool_call>", "arguments": {"a": 1}, "index": 0, '
+        '"arguments": {}}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
     ("hermes", '<tool_call>{"name":"f"}\n</tool_c', "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name":"f"}\n</tool_kit', "</tool_kit", [("f", "{}")]),
     ("hermes", f'Hm.\n<tool_call>\n{{"name": "f", "arguments": {NESTED}}}\n</tool_call>\n', "Hm.", [("f", NESTED)]),
@@ -105,7 +112,8 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "f", "arguments": "\\ud800{}"}</tool_call>'),
     ("hermes", '<tool_call>{"function": {"function": {"name": "f"}}}</tool_call>'),
     ("hermes", "<tool_call>" * 9),
-    ("hermes", '<tool_call>{"name": "f", "other": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "name": "f"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "other": oops}</tool_call>'),
     ("qwen3_coder", "<tool_call><function=unknown>"),
     ("mistral", "[TOOL_CALLS]f(1)"),
     ("gemma", "```tool_code\nprint(1)\n```\n"),
@@ -160,7 +168,15 @@ def test_what_is_no_call_is_content_as_it_stands(form, text):
 
 def test_arguments_that_go_wrong_stay_as_far_as_they_came_and_nothing_is_lost():
     text = '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'
-    assert read(reader("hermes"), list(text)) == ("oops}}</tool_call>", "", [("f", '{"a": ')])
+    for pieces in ([text], list(text)):
+        assert read(reader("hermes"), pieces) == ("oops}}", "", [("f", '{"a": ')])
+    text = '<tool_call>{"name": "f", "arguments": {}, "x": "<tool_call></tool_call>", oops</tool_call> </tool_call>'
+    for pieces in ([text], list(text)):
+        assert read(reader("hermes"), pieces) == (', "x": "", oops </tool_call>', "", [("f", "{}")])
+    assert read(reader("hermes"), [text[:60]]) == ("", "", [("f", "{}")])
+    text = "```tool_code\nf()\nprint(1)\n```\n```tool_code\nf()\n```\n```text"
+    for pieces in ([text], list(text)):
+        assert read(reader("gemma"), pieces) == ("\nprint(1)\n```text", "", [("f", "{}"), ("f", "{}")])
     text = '<tool_call>{"name": "f", "arguments": {"a": "cut'
     assert read(reader("hermes"), [text]) == ("", "", [("f", '{"a": "cut')])
     text = '<tool_call>{"name": "f", "arguments": {}</tool_call>'  # the call's own bracket is missing

@@ -26,6 +26,7 @@ from pagemill.text.answer.json_text import (
 Functions = Mapping[str, Mapping[str, Any]]
 """The functions that may be called: the schema of each one's parameters by its name."""
 
+_MEMBERS = ("name", "arguments", "parameters", "function")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _KEY = re.compile(r"[^<>\s]+")
 _VALUE_ENDS = Marks("</parameter>")
@@ -91,7 +92,7 @@ class CallParser:
             yield from expect(feed, "]")
 
     def _read_members(self, outer: bool = True) -> Waiting[str]:
-        """Takes an object's members and its closing bracket, and returns the function's name.
+        """Takes an object's members and its closing bracket, and returns the function's name. Others mean nothing.
 
         outer: True where the call may be another object in this one, under the key "function".
         """
@@ -112,8 +113,8 @@ class CallParser:
                 name, begun = (yield from self._read_members(outer=False)), True
             elif key == "function" and not name:
                 name = self._check_name((yield from read_string(feed)))
-            elif key in ("type", "id"):
-                yield from read_string(feed)
+            elif begun or key not in _MEMBERS:
+                yield from read_value(feed)
             else:
                 raise NotACallError
             yield from feed.space()

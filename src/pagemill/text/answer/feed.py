@@ -95,6 +95,8 @@ class Feed:
         end. drops_cut: the text does not have the mark within which it ends."""
         while True:
             match = marks.pattern.search(self._text, self._at)
+            if match and not self._ended and marks.may_grow(self._text[match.start() : match.start() + marks.longest]):
+                match = None
             whole = self._ended and not drops_cut
             start = match.start() if match else len(self._text) if whole else self._open_from(marks)
             if match or start > self._at or self._ended:
@@ -115,12 +117,16 @@ class Feed:
 
 
 class Marks:
-    """Words that are looked for together; none of them is part of another."""
+    """Words that are looked for together. One may be the beginning of another, and of those the longest is found."""
 
     def __init__(self, *words: str) -> None:
-        self._words = words
-        self.pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+        self._words = sorted(filter(None, words), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self._words)) or r"(?!)")
         self.longest = max(map(len, words), default=0)
 
     def may_begin(self, text: str) -> bool:
         return any(word.startswith(text) for word in self._words)
+
+    def may_grow(self, text: str) -> bool:
+        """Returns whether a text that begins with a word may become a longer one."""
+        return any(word.startswith(text) and word != text for word in self._words)

@@ -2,8 +2,8 @@
 
 What is given depends on the text alone, not on the pieces it comes in. No part of a mark is ever given as content, but
 for the beginning of one that would begin a call, where the text ends: nobody knows that it is not content. What is
-written like a call, but is none, is content. A call whose arguments go wrong after they have begun stays as far as it
-came, for it has been given already; the rest is content.
+written like a call, but is none, is content. A call that goes wrong after it has begun stays as far as it came, for it
+has been given already; the rest is content, but for marks, and for what the text ends within.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ class AnswerReader:
         self._calls_only = calls_only
         self._feed = Feed()
         self._format = tool_calls
-        self._begins = Marks(*(*tool_calls.begin, *tool_calls.around) if tool_calls else ())
+        begins = (*tool_calls.begin, *tool_calls.around) if tool_calls else ()
+        self._begins = self._marks = Marks(*begins)
+        self._broken = Marks(*begins, tool_calls.end if tool_calls else "")
+        """What is looked for behind a call that went wrong, and left out."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[CallPart] = []
@@ -195,11 +198,12 @@ class AnswerReader:
         feed = self._feed
         while True:
             feed.take_back()
-            text, mark = yield from feed.before(self._begins)
+            text, mark = yield from feed.before(self._marks)
             self._say(text)
             if not mark and not text:
                 break
             if mark:
+                self._marks = self._begins
                 feed.taken[:] = [mark]
                 if self._format is not None and mark in self._format.begin:
                     yield from self._read_calls()
@@ -215,11 +219,15 @@ class AnswerReader:
         except NotACallError:
             if self._streaming:
                 self.stream_arguments(False)
-            self._say(feed.take_back())
+            rest = feed.take_back()
+            if self.num_calls > before:
+                self._marks = self._broken
+                rest = self._broken.pattern.sub("", rest) if (yield from feed.peek()) else ""
+            self._say(rest)
         if self.num_calls > before:
             space = yield from feed.space()
             if self._format.end and ((yield from feed.literal(self._format.end)) or feed.cut(self._format.end)):
-                space = ""
+                space, self._marks = "", self._begins
             self._space.append(space)
         feed.take_back()
 
