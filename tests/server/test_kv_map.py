@@ -12,7 +12,7 @@ import pytest
 
 from pagemill.engine.stats import EngineStats
 from pagemill.memory.block_map import OTHERS
-from pagemill.server.routes.kv_map import MAX_WATCHERS_PER_TENANT, Feed
+from pagemill.server.routes.kv_map import MAX_WATCHERS, MAX_WATCHERS_PER_TENANT, Feed
 from pagemill.server.routes.metrics import Metrics
 
 MODEL = "smollm2-135m"
@@ -102,6 +102,14 @@ def test_who_leaves_leaves_nothing_that_waits(served):
         return asyncio.all_tasks() - before
 
     assert served.run(leave(), timeout_s=10) == set()
+
+
+def test_its_head_alone_has_no_body_and_takes_no_place(served):
+    with httpx.Client(base_url=served.url, timeout=10, limits=httpx.Limits(max_connections=1)) as http:
+        for _ in range(MAX_WATCHERS + 1):
+            head = http.head("/v1/kv_map")
+            assert (head.status_code, head.headers["content-type"][:17]) == (200, "text/event-stream")
+        assert http.get("/version").status_code == 200
 
 
 def test_a_bad_interval_is_refused(served):

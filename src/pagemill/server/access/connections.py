@@ -201,7 +201,7 @@ class Connection(H11Protocol):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        if self.conn.their_http_version == b"1.1":
+        if self.conn.their_http_version == b"1.1" and scope["method"] != "HEAD":
             scope["extensions"] = {WRITER: _ChunkWriter(self, self.cycle)}
         try:
             await self._app(scope, receive, send)

@@ -29,7 +29,7 @@ from pagemill.server.access.rate_headers import with_rate_headers
 from pagemill.server.logs.access_log import MAX_PATH, Lines, client_address
 from pagemill.server.logs.output import AUDIT, fields
 from pagemill.server.protocol.errors import error_answer, without_frames
-from pagemill.server.protocol.events import ClientGone
+from pagemill.server.protocol.events import HEAD_ALONE, ClientGone
 
 
 class Gate:
@@ -64,7 +64,8 @@ class Gate:
             return
         asked = scope
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # the HTTP server, which has its own scope, leaves the body out
+            # the HTTP server, which has its own scope, leaves the body out
+            scope = {**scope, "method": "GET", HEAD_ALONE: True}
         headers, body = Headers(scope=scope), bytearray()
         try:
             if self._hosts is not None:

@@ -23,6 +23,8 @@ CLIENT_GONE = "client_gone"
 
 WRITER = "pagemill.writer"
 """The ASGI extension of connections that have a `Writer` for the running request."""
+HEAD_ALONE = "pagemill.head_alone"
+"""The key of scopes whose client asked for the head of an answer alone (HEAD)."""
 
 
 class Writer(Protocol):
@@ -96,6 +98,8 @@ class EventStream(StreamingResponse):
         writer: Writer | None = scope.get("extensions", {}).get(WRITER)
         if writer is not None and self._on_writer is not None:
             self._on_writer(writer)
+        if HEAD_ALONE in scope:
+            await self._events.aclose()
         try:
             await until_disconnect(receive, self._stream(send, writer))
         except ClientGone:
