@@ -10,8 +10,12 @@ from pagemill.errors import PoolTooSmallError, PromptTooLongError, RequestTooLar
 from pagemill.server.app import create_app
 from pagemill.server.protocol.chat import ChatCompletionRequest
 from pagemill.server.protocol.completions import CompletionRequest
+from pagemill.server.protocol.generation import StreamOptions
+from pagemill.server.protocol.messages import MessagesRequest
 from pagemill.server.protocol.refusals import refusal_of
 from pagemill.server.protocol.responses import ResponsesRequest
+from pagemill.server.routes.embeddings import EmbeddingRequest
+from pagemill.server.routes.tokens import TokenizeRequest
 from server.questions import CHAT, MODEL
 
 
@@ -160,6 +164,24 @@ def test_a_field_is_named_without_the_branches_of_its_union(kind, body, words):
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(given)
     assert refusal_of(caught.value.errors(), given, kind).message.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": "x"}),
+        (ChatCompletionRequest, CHAT),
+        (ResponsesRequest, {"input": "x"}),
+        (MessagesRequest, {"messages": CHAT["messages"], "max_tokens": 1}),
+        (EmbeddingRequest, {"input": "x"}),
+        (TokenizeRequest, {"prompt": "x"}),
+        (TokenizeRequest, {"messages": CHAT["messages"]}),
+        (StreamOptions, {}),
+    ],
+)
+def test_null_means_not_given(kind, body):
+    nulls = {name: None for name, field in kind.model_fields.items() if not field.is_required()}
+    assert kind.model_validate({**nulls, **body}) == kind.model_validate(body)
 
 
 @pytest.mark.parametrize(

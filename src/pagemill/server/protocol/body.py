@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
 from pagemill.errors import InvalidRequestError
 
@@ -44,9 +44,18 @@ def check_one_given(which: str, prompt: object, messages: object) -> None:
 
 
 class Body(BaseModel):
-    """A request's body, or an object in it: these fields and no other."""
+    """A request's body, or an object in it: these fields and no other. One that need not be given may be null, which
+    means: not given."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or all(value is not None for value in body.values()):
+            return body
+        needless = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in body.items() if value is not None or name not in needless}
 
 
 class KVMemory(Body):
