@@ -184,6 +184,36 @@ def test_null_means_not_given(kind, body):
     assert kind.model_validate({**nulls, **body}) == kind.model_validate(body)
 
 
+MARKS = {"prompt_cache_breakpoint": {"mode": "explicit"}, "cache_control": {"type": "ephemeral"}}
+HINTS = {"prompt_cache_options": {"mode": "implicit"}, "prompt_cache_key": "x", "prompt_cache_retention": "24h"}
+TEXT = {"type": "text", "text": "x"}
+INPUT = {"role": "user", "content": [{**TEXT, "type": "input_text"}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "marked"),
+    [
+        (ChatCompletionRequest, CHAT, {**CHAT, **HINTS}),
+        (ResponsesRequest, {"input": [INPUT]}, {"input": [{**INPUT, **MARKS}], **HINTS}),
+        *(
+            (
+                kind,
+                {field: [{"role": "user", "content": [part]}]},
+                {field: [{"role": "user", "content": [{**part, **m}]}]},
+            )
+            for kind, field, part in (
+                (ChatCompletionRequest, "messages", TEXT),
+                (ResponsesRequest, "input", INPUT["content"][0]),
+            )
+            for m in (MARKS, dict.fromkeys(MARKS))
+        ),
+        (ChatCompletionRequest, CHAT, {**CHAT, "messages": [{**turn, **MARKS} for turn in CHAT["messages"]]}),
+    ],
+)
+def test_hints_to_a_cache_change_nothing(kind, plain, marked):
+    assert kind.model_validate(marked) == kind.model_validate(plain)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

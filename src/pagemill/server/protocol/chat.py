@@ -10,7 +10,14 @@ from pydantic import BaseModel, SerializeAsAny, model_validator
 from pagemill.errors import InvalidRequestError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name
-from pagemill.server.protocol.generation import MAX_MESSAGES, MAX_PARTS, Answer, GenerationRequest, PromptLogprobs
+from pagemill.server.protocol.generation import (
+    CACHE_MARKS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    Answer,
+    GenerationRequest,
+    PromptLogprobs,
+)
 from pagemill.server.protocol.tools import (
     NamedToolChoice,
     Tool,
@@ -23,13 +30,20 @@ from pagemill.server.protocol.tools import (
 )
 from pagemill.text.chat_template import without_content
 
-LEFT_IN = frozenset({"provider_specific_fields"})
-"""What clients put into answers that they send back, and what means nothing here."""
+LEFT_IN = CACHE_MARKS | {"provider_specific_fields"}
+"""What clients put into messages, and what means nothing here."""
 
 
 class TextPart(Body):
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, part: Any) -> Any:
+        if not isinstance(part, dict) or CACHE_MARKS.isdisjoint(part):
+            return part
+        return {name: value for name, value in part.items() if name not in CACHE_MARKS}
 
 
 class ChatMessage(Body):

@@ -27,10 +27,12 @@ from pagemill.sampling.structured import OLDER_NAMES
 from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, Salt, Timeout, check_length
 from pagemill.server.protocol.response_format import ResponseFormat
 
-WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
-)
-"""Accepted and dropped: they identify callers, or tune what this server does anyway."""
+CACHE_HINTS = frozenset({"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"})
+"""Fields that are accepted and dropped: they tune what this server does anyway."""
+CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Fields of messages and their parts that are accepted and dropped: equal beginnings are found without being marked."""
+WITHOUT_EFFECT = CACHE_HINTS | {"user", "metadata", "safety_identifier", "parallel_tool_calls"}
+"""Accepted and dropped."""
 
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pagemill.errors import InvalidRequestError, shown
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, check_length
 from pagemill.server.protocol.chat import TokenLogprob
-from pagemill.server.protocol.generation import MAX_MESSAGES, MAX_PARTS
+from pagemill.server.protocol.generation import CACHE_MARKS, MAX_MESSAGES, MAX_PARTS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -18,7 +18,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class _Item(Body):
     """What an item or a part of one has; clients send it back with fields that are empty, or `_LEFT_IN`."""
 
-    _LEFT_IN: ClassVar[frozenset[str]] = frozenset()
+    _LEFT_IN: ClassVar[frozenset[str]] = CACHE_MARKS
 
     @model_validator(mode="before")
     @classmethod
@@ -39,7 +39,7 @@ class _Item(Body):
 class TextPart(_Item):
     """A part of a text. logprobs: an earlier answer's, which change nothing."""
 
-    _LEFT_IN = frozenset({"logprobs"})
+    _LEFT_IN = CACHE_MARKS | {"logprobs"}
 
     type: Literal["input_text", "output_text"]
     text: str

@@ -9,12 +9,12 @@ from pydantic import BaseModel, Field, PrivateAttr, model_validator
 from pagemill.errors import InvalidRequestError
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Salt, Timeout, check_length
 from pagemill.server.protocol.chat_in_other_words import ChatInOtherWords
-from pagemill.server.protocol.generation import parameters_but, screened
+from pagemill.server.protocol.generation import CACHE_HINTS, parameters_but, screened
 from pagemill.server.protocol.response_items import Items, OutputItem, messages_of
 from pagemill.server.protocol.tools import FunctionName, check_for_template
 
-WITHOUT_EFFECT = frozenset({"safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Accepted and dropped: they identify callers, or tune what this server does anyway."""
+WITHOUT_EFFECT = CACHE_HINTS | {"safety_identifier"}
+"""Accepted and dropped."""
 
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -25,7 +25,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "n": (1,),
     "prompt": (),
-    "prompt_cache_options": (),
     "request_id": (),
     "service_tier": ("auto", "default"),
 }
