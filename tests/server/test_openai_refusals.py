@@ -215,6 +215,30 @@ def test_hints_to_a_cache_change_nothing(kind, plain, marked):
 
 
 @pytest.mark.parametrize(
+    ("kind", "plain", "harmless"),
+    [
+        (
+            ChatCompletionRequest,
+            CHAT,
+            {"echo": False, "add_special_tokens": False, "vllm_xargs": {}, "chat_template": None},
+        ),
+        (CompletionRequest, {"prompt": "x"}, {"add_special_tokens": True, "vllm_xargs": None}),
+        (StreamOptions, {}, {"continuous_usage_stats": None, "include_usage": None}),
+        (StreamOptions, {"continuous_usage_stats": False}, {}),
+    ],
+)
+def test_what_asks_for_nothing_is_taken(kind, plain, harmless):
+    assert kind.model_validate({**plain, **harmless}) == kind.model_validate(plain)
+
+
+def test_no_log_probabilities_may_be_asked_for():
+    plain, none = (
+        ChatCompletionRequest(**CHAT, **asked).params() for asked in ({}, {"logprobs": False, "top_logprobs": 0})
+    )
+    assert plain == none
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         (b'{"prompt": "\xff"}', "can't decode byte 0xff"),

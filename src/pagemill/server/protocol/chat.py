@@ -14,6 +14,7 @@ from pagemill.server.protocol.generation import (
     CACHE_MARKS,
     MAX_MESSAGES,
     MAX_PARTS,
+    NEUTRAL_ONLY,
     Answer,
     GenerationRequest,
     PromptLogprobs,
@@ -152,6 +153,7 @@ NOT_IN_OPTIONS = frozenset({
 class ChatCompletionRequest(GenerationRequest):
     """`POST /v1/chat/completions`. Without a maximum, an answer may fill what is left of `max_model_len`."""
 
+    _NEUTRAL_ONLY = NEUTRAL_ONLY | {"add_special_tokens": (False,), "chat_template": (), "echo": (False,)}
     _BEGINNING = "messages"
 
     messages: Annotated[list[ChatMessage], FIRST_ERROR] | None = None
@@ -285,7 +287,7 @@ class ChatCompletionRequest(GenerationRequest):
         return [message.for_template() for message in self.messages or ()]
 
     def params(self) -> SamplingParams | BeamSearchParams:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequestError(

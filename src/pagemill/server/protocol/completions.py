@@ -12,6 +12,7 @@ from pagemill.server.protocol.body import FIRST_ERROR, Ids, check_length
 from pagemill.server.protocol.generation import (
     MAX_CHOICES,
     MAX_PROMPTS,
+    NEUTRAL_ONLY,
     Answer,
     GenerationRequest,
     PromptLogprobs,
@@ -21,6 +22,7 @@ from pagemill.server.protocol.generation import (
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`. `max_tokens` defaults to 16, as OpenAI's does."""
 
+    _NEUTRAL_ONLY = NEUTRAL_ONLY | {"add_special_tokens": (True,)}
     _BEGINNING = "prompt"
 
     prompt: str | Ids | Annotated[list[str], FIRST_ERROR] | Annotated[list[Ids], FIRST_ERROR] | None = None

@@ -55,6 +55,7 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "kv_transfer_params": (),
+    "vllm_xargs": ({},),
 }
 """Fields that this server does not serve: only these values (and null), which ask for nothing, are accepted."""
 
@@ -88,6 +89,7 @@ MAX_PARTS = 16384
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 def _field(argument: Argument) -> Any:
@@ -168,13 +170,14 @@ class GenerationRequest(Parameters):
     priority: int = 0
     timeout: Timeout | None = None
 
+    _NEUTRAL_ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_ONLY
     _BEGINNING: ClassVar[str]
     """The field that holds what is answered or continued."""
 
     @model_validator(mode="before")
     @classmethod
     def _screen(cls, body: Any) -> Any:
-        return screened(cls, body, WITHOUT_EFFECT, NEUTRAL_ONLY)
+        return screened(cls, body, WITHOUT_EFFECT, cls._NEUTRAL_ONLY)
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
