@@ -8,6 +8,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from openai.types.responses import Response, ResponseItemList, ResponseOutputMessage
 
 from pagemill.server.protocol.responses import LOGPROBS
 from pagemill.text.answer.of_model import AnswerFormats
@@ -272,6 +273,12 @@ def test_what_goes_out_may_come_in_again(client, calls_tools, says, v1):
     messages = [v1.get(f"/sessions/{each.id}").json()["messages"] for each in (sent, kept)]
     assert messages[0] == messages[1]
     assert messages[0][1]["reasoning_content"] == "Rain?"
+    listed, answer = (v1.get(f"/responses/{sent.id}{rest}").json() for rest in ("/input_items", ""))
+    assert ResponseItemList.model_validate(listed)
+    assert Response.model_validate(answer)
+    again = client.responses.create(**asked, input=[{"role": "assistant", "content": "Yes."}])
+    (said,) = v1.get(f"/responses/{again.id}/input_items").json()["data"]
+    assert ResponseOutputMessage.model_validate(said).status == "completed"
 
 
 def output_of(call_id):

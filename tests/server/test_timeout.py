@@ -35,6 +35,9 @@ def test_it_ends_a_stream_with_an_error(served, v1, path):
     assert len(events) > 2
     error = events[-1]["response"]["error"] if path == "/responses" else events[-1]["error"]
     assert "timeout is 1 s" in error["message"]
+    if path == "/responses":
+        assert events[-2]["type"] == "response.output_item.done"
+        assert [item["status"] for item in events[-1]["response"]["output"]] == ["incomplete"]
     served.wait_until_idle()
 
 

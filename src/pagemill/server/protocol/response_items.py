@@ -198,9 +198,18 @@ def _text(parts: Iterable[TextPart | ReasoningText | SummaryText]) -> str:
 
 
 def listed_items(items: Iterable[BaseModel], response_id: str) -> list[dict[str, Any]]:
-    """Returns items of an input as they are listed later: with ids, and without what they do not have."""
+    """Returns items of an input as they are listed later: with ids, and as OpenAI lists them."""
     unique = response_id.partition("_")[2]
-    return [{"id": f"in_{unique}{at}", **item.model_dump(exclude_none=True)} for at, item in enumerate(items)]
+    return [{"id": f"in_{unique}{at}", **_listed(item)} for at, item in enumerate(items)]
+
+
+def _listed(item: BaseModel) -> dict[str, Any]:
+    listed = {"status": "completed", **item.model_dump(exclude_none=True)}
+    if isinstance(item, Message) and item.role == "assistant":
+        listed["content"] = [OutputText(text=part.text).model_dump() for part in item.content]
+    elif isinstance(item, Reasoning):
+        listed.setdefault("summary", [])
+    return listed
 
 
 # --- what comes out ---

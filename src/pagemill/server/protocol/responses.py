@@ -291,6 +291,7 @@ class InputTokenCount(BaseModel):
 
 class InputTokensDetails(BaseModel):
     cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(BaseModel):

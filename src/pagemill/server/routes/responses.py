@@ -147,6 +147,7 @@ class ResponseCall(ChatCall):
     def _failure(self, error: PagemillError) -> str:
         body = error_response(error).error
         failure = ResponseFailure(code=body.code or "server_error", message=body.message)
+        self._output.close("incomplete")
         self._output.tell("response.failed", response=self._so_far("failed", error=failure))
         return "".join(self._output.take_events())
 
