@@ -135,6 +135,16 @@ def test_offsets_are_of_the_text_behind_characters_of_several_tokens_too(client,
     assert [token for token, at in found if token != at and not token.startswith("bytes:")] == []
 
 
+def test_an_echo_begins_with_part_of_a_character_or_a_special_token(client):
+    asked = {"model": MODEL, "echo": True, "logprobs": 0, "max_tokens": 1}
+    lists = client.completions.create(**asked, prompt="日本の首都").choices[0].logprobs
+    assert lists.tokens[:3] == ["bytes:\\xe6\\x97", "bytes:\\xa5", "本"]
+    assert lists.text_offset[:4] == [0, 0, 1, 2]
+    choice = client.completions.create(**asked, prompt=[1, 19556, 2]).choices[0]
+    assert choice.text.startswith("<|im_start|>Hello<|im_end|>")
+    assert choice.logprobs.text_offset == [0, 12, 17, 27]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_is_scored_without_an_answer(client, stream):
     """As lm-eval-harness does."""

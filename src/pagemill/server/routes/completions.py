@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pagemill.errors import InvalidRequestError
 from pagemill.frontend.input_processor import Prompt
-from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition
+from pagemill.frontend.outputs import CompletionOutput, LogprobsOfPosition
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import SamplingParams
@@ -25,7 +25,8 @@ class Echo(NamedTuple):
     """A prompt as its answers repeat it."""
 
     text: str
-    first_token: str
+    first_token: tuple[str, bytes]
+    """Its name, and what it writes."""
     logprobs: Sequence[LogprobsOfPosition | None]
 
 
@@ -77,7 +78,7 @@ class CompletionCall(Call[CompletionRequest]):
         """Returns a choice with what is new of it; its first part begins with what it goes on from."""
         index, text = position * self._num_choices + output.index, output.text
         positions: list[LogprobsOfPosition | None] = [*(output.logprobs or ())]
-        first_token = ""
+        first_token = ("", b"")
         if index not in self._offsets:
             self._offsets[index] = len(self._forked)
             text = self._forked + text
@@ -104,25 +105,26 @@ class CompletionCall(Call[CompletionRequest]):
             result = self._streams[position].whole()
             text, token_ids = result.prompt, result.prompt_token_ids
             if text is None:
-                text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-            first_token = self._tokenizer.decode(token_ids[:1])
-            self._echoes[position] = Echo(text, first_token, result.prompt_logprobs or [])
+                text = self._tokenizer.decode(token_ids)
+            first_token = (token_ids[0], self._tokenizer.decode(token_ids[:1]))
+            named = self._name(*first_token), self._written(*first_token)
+            self._echoes[position] = Echo(text, named, result.prompt_logprobs or [])
         return self._echoes[position]
 
     def _logprobs(
-        self, index: int, positions: Sequence[LogprobsOfPosition | None], first_token: str
+        self, index: int, positions: Sequence[LogprobsOfPosition | None], first_token: tuple[str, bytes]
     ) -> CompletionLogprobs:
         """Returns OpenAI's parallel lists. The prompt's first token has no probability: nothing stands before it."""
         lists = CompletionLogprobs()
         for position in positions:
-            token, written = first_token, first_token.encode()
+            token, written = first_token
             logprob: float | None = None
             likely: dict[str, float] | None = None
             if position is not None:
-                named = [(self._name(token_id, entry), entry) for token_id, entry in position.items()]
+                named = [(self._name(token_id, entry.decoded_token), entry) for token_id, entry in position.items()]
                 token, chosen = named[0]
                 likely = {}
-                written, logprob = self._written(next(iter(position)), chosen), chosen.logprob
+                written, logprob = self._written(next(iter(position)), chosen.decoded_token), chosen.logprob
                 for name, entry in named:  # the chosen one first: it is none of those that are written alike
                     likely.setdefault(name, entry.logprob)
             lists.tokens.append(token)
@@ -132,13 +134,12 @@ class CompletionCall(Call[CompletionRequest]):
             self._offsets[index] += len(self._decoders[index].decode(written))
         return lists
 
-    def _name(self, token_id: int, entry: Logprob) -> str:
+    def _name(self, token_id: int, text: str) -> str:
         """Returns a token's text, or where that is no whole characters its bytes, as OpenAI writes them."""
-        if "\ufffd" not in entry.decoded_token:
-            return entry.decoded_token
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._written(token_id, entry))
+        if "\ufffd" not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._written(token_id, text))
 
-    def _written(self, token_id: int, entry: Logprob) -> bytes:
+    def _written(self, token_id: int, text: str) -> bytes:
         """Returns a token's bytes, which may be a part of a character."""
-        text = entry.decoded_token
         return self._tokenizer.token_texts.raw(token_id) if "\ufffd" in text else text.encode()
