@@ -52,7 +52,8 @@ from server.questions import CHAT, MODEL
         ("completions", {"prompt": "x", "truncate_prompt_tokens": 4}, 400, "truncate_prompt_tokens", "does not serve"),
         ("completions", {"prompt": ""}, 400, "prompt", "no tokens"),
         ("completions", {"prompt": []}, 400, "prompt", "at least one"),
-        ("completions", {"prompt": ["fine", ""]}, 400, "prompt", "no tokens"),
+        ("completions", {"prompt": ["fine", ""]}, 400, "prompt", "prompt.1: the prompt has no tokens"),
+        ("completions", {"prompt": [[5], [5] * 2040], "max_tokens": 9}, 400, "max_tokens", "prompt.1: the prompt's"),
         ("completions", {"prompt": [49152]}, 400, "prompt", "49151"),
         (
             "completions",

@@ -28,6 +28,7 @@ from pagemill.errors import (
     RateLimitError,
     RequestTimeoutError,
     ServerBusyError,
+    TooFewBlocksError,
     TooManyWaitingError,
 )
 from pagemill.server.protocol.anthropic_errors import AnthropicErrorResponse, anthropic_response, is_anthropic
@@ -92,6 +93,17 @@ def asked_by_client() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise InvalidRequestError(error.message, param=error.param) from error
+
+
+@contextmanager
+def of_entry(name: str, index: int) -> Iterator[None]:
+    """Says in an error about a prompt which of several it is. name: the field that has them."""
+    try:
+        yield
+    except PagemillError as error:
+        if error.param == "prompt" or isinstance(error, (PromptTooLongError, TooFewBlocksError)):
+            error.message = f"{name}.{index}: {error.message}"
+        raise
 
 
 def install_error_handlers(app: FastAPI, wait_s: Callable[[str], float]) -> None:

@@ -27,7 +27,7 @@ from pagemill.frontend.session import AsyncSession
 from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
-from pagemill.server.protocol.errors import error_response
+from pagemill.server.protocol.errors import error_response, of_entry
 from pagemill.server.protocol.events import CLIENT_GONE, DONE, EventStream, Writer, event, until_disconnect, until_late
 from pagemill.server.protocol.generation import (
     Answer,
@@ -254,7 +254,8 @@ class Call(ABC, Generic[R]):
             width = request.num_sequences
             with await self._llm.charge(len(prompts), width=width, tenant=self._tenant) as charge:
                 for position, prompt in enumerate(prompts):
-                    await self._send(prompt, params, f"{self._id}-{position}", charge)
+                    with of_entry("prompt", position):
+                        await self._send(prompt, params, f"{self._id}-{position}", charge)
 
     async def _send(
         self, prompt: Prompt, params: SamplingParams | BeamSearchParams, name: str, charge: Charge | None = None

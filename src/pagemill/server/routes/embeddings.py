@@ -24,6 +24,7 @@ from pagemill.frontend.rates import Charge
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, Salt, Timeout, check_length
+from pagemill.server.protocol.errors import of_entry
 from pagemill.server.protocol.events import until_disconnect, until_late
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.server.routes.models import ServedModels
@@ -138,7 +139,8 @@ async def _answer(
 
     async def work(charge: Charge | None) -> None:
         for index, prompt in todo:
-            found = await llm.embed(prompt, params, charge=charge, **how)
+            with of_entry("input", index) if len(prompts) > 1 else contextlib.nullcontext():
+                found = await llm.embed(prompt, params, charge=charge, **how)
             entry = await asyncio.to_thread(_entry, found, index, body.encoding_format)
             written[index] = (b"," if index else b"") + entry
             done.num_tokens += len(found.prompt_token_ids)
