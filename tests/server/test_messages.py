@@ -42,7 +42,7 @@ def calls_tools(served, monkeypatch):
 def use_template(served, monkeypatch, name):
     tokenizer = served.run(served.llm.tokenizer())
     source = (TEMPLATES / name).read_text()
-    template = ChatTemplate(source, {}, "a test")
+    template = ChatTemplate(source, {})
     monkeypatch.setattr(tokenizer, "_compiled", lambda *_: template)
     monkeypatch.setattr(tokenizer, "template_source", lambda with_tools: source)
     monkeypatch.setattr(tokenizer, "answers", AnswerFormats(tokenizer, "hermes", "qwen3"))

@@ -33,7 +33,7 @@ LONG = "My name is Ada, and I live in a small house by the sea with two cats and
 def calls_tools(served, monkeypatch):
     """Gives the model a chat template with tools and reasoning."""
     tokenizer = served.run(served.llm.tokenizer())
-    template = ChatTemplate(TEMPLATE.read_text(), {}, "a test")
+    template = ChatTemplate(TEMPLATE.read_text(), {})
     monkeypatch.setattr(tokenizer, "_compiled", lambda *_: template)
     monkeypatch.setattr(tokenizer, "answers", AnswerFormats(tokenizer, "hermes", "qwen3"))
 

@@ -25,6 +25,12 @@ from pagemill.text.tool_messages import with_arguments_as_objects
 MAX_MESSAGES = 16384
 """Messages of one conversation."""
 
+NO_PLACE = (
+    "but this model's chat template has no place for them; leave them out, or give it another (--chat-template, "
+    "chat_template=)"
+)
+"""Says why a conversation may not have some parts."""
+
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a message's reasoning; templates read the first one, or the second."""
 _CONTINUE_MARK = "\u2063continue\u2063here\u2063"
@@ -33,9 +39,7 @@ _CONTINUE_MARK = "\u2063continue\u2063here\u2063"
 class ChatTemplate:
     """Renders conversations with one template. Raises `jinja2.TemplateSyntaxError` for source that does not parse."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], owner: str) -> None:
-        """owner: the model whose tokenizer it belongs to, as messages name it."""
-        self._owner = owner
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         tree = _ENVIRONMENT.parse(source)
         reads = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self._template = _ENVIRONMENT.from_string(source)
@@ -67,8 +71,7 @@ class ChatTemplate:
         conversation = [_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
         if not self._dialect.takes_calls and any("tool_calls" in message for message in conversation):
             raise InvalidRequestError(
-                f"a message has tool_calls, but the chat template of {self._owner} has no place for them; leave them "
-                f"out, or pass chat_template= with one that has",
+                f"a message has tool_calls, {NO_PLACE}",
                 param="messages",
             )
         if not isinstance(tools, (list, tuple, type(None))):
@@ -77,8 +80,7 @@ class ChatTemplate:
         for name, value in beside.items():
             if value and name not in self.reads:
                 raise InvalidRequestError(
-                    f"{name} are given, but the chat template of {self._owner} has no place for them; leave them out, "
-                    f"or pass chat_template= with one that has",
+                    f"{name} are given, {NO_PLACE}",
                     param=name,
                 )
         conversation = self._dialect.conversation(conversation, beside["tools"])
@@ -86,7 +88,7 @@ class ChatTemplate:
             if add_generation_prompt:
                 raise InvalidRequestError(
                     "add_generation_prompt and continue_final_message are both set: one opens a new message, the other "
-                    "goes on with the last; set one of them to False",
+                    "goes on with the last; switch one of them off",
                     param="continue_final_message",
                 )
             if not isinstance(conversation[-1].get("content"), str):
@@ -195,7 +197,7 @@ def _cut_at_mark(text: str) -> str:
     place = text.rfind(_CONTINUE_MARK)
     if place < 0:
         raise InvalidRequestError(
-            "continue_final_message is set, but this chat template leaves the last message's end out; set it to False",
+            "continue_final_message is set, but this chat template leaves the last message's end out; leave it out",
             param="continue_final_message",
         )
     return text[:place]

@@ -278,17 +278,16 @@ class Tokenizer:
         return [ids for ids in sequences if ids]
 
     def _compile(self, given: str | None, with_tools: bool) -> ChatTemplate:
-        owner = repr(os.fspath(self._path or "this tokenizer"))
         named = self.chat_template if isinstance(self.chat_template, dict) else {}
         source = self.template_source(with_tools) if given is None else named.get(given, given)
         if not source:
             has = f"has only named chat templates ({', '.join(sorted(named))})" if named else "has no chat template"
             raise TokenizerError(
-                f"{owner} {has}; pass --chat-template (chat_template=), or send a prompt instead of messages",
+                f"this model {has}; pass --chat-template (chat_template=), or send a prompt instead of messages",
                 param="chat_template",
             )
         try:
-            return ChatTemplate(source, self._special_tokens, owner)
+            return ChatTemplate(source, self._special_tokens)
         except (jinja2.TemplateSyntaxError, ValueError, RecursionError) as error:
             place = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             message = f"the chat template does not parse{place}: {error}"

@@ -21,6 +21,7 @@ from pagemill.text.answer.formats import (
 from pagemill.text.answer.grammar import grammar_of_call, grammar_of_text_and_calls
 from pagemill.text.answer.json_text import is_json
 from pagemill.text.answer.reader import AnswerReader
+from pagemill.text.chat_template import NO_PLACE
 from pagemill.text.tool_messages import functions_of
 
 if TYPE_CHECKING:
@@ -65,11 +66,7 @@ class AnswerFormats:
     def check_tool_calls(self) -> None:
         """Raises `InvalidRequestError` if the model takes no tools, or if it is not known how it calls them."""
         if self.tool_calls is None and "tools" not in self._tokenizer.template_reads(tools=True):
-            raise InvalidRequestError(
-                "tools are given, but this model's chat template has no place for them; leave them out, or start the "
-                "server with another --chat-template",
-                param="tools",
-            )
+            raise InvalidRequestError(f"tools are given, {NO_PLACE}", param="tools")
         if self.tool_calls is None:
             raise InvalidRequestError(
                 "how this model writes tool calls cannot be told by its chat template; start the server with "
