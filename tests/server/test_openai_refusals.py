@@ -94,6 +94,14 @@ from server.questions import CHAT, MODEL
             "messages",
             "messages.0.content is 5",
         ),
+        ("completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs", "integer from 0 to 20 or null; null gives"),
+        (
+            "pins",
+            {"name": "x", "messages": []},
+            400,
+            "messages",
+            "messages is []; it must be a list of 1 or more entries",
+        ),
         ("models", {}, 405, None, "Method Not Allowed"),
     ],
 )

@@ -6,6 +6,7 @@ out of habit and that change nothing in any answer.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from types import UnionType
@@ -19,6 +20,7 @@ from pagemill.errors import (
     PagemillError,
     PoolTooSmallError,
     PromptTooLongError,
+    SamplingParamsError,
     UnknownArgumentError,
 )
 from pagemill.frontend.outputs import LogprobsOfPosition
@@ -92,8 +94,13 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] | None = None
 
 
+def _in_json(text: str) -> str:
+    """Returns what is said of an argument's value in Python as it is said of JSON."""
+    return re.sub(r"(?<= or )None\b|(?<=; )None\b", "null", text)
+
+
 def _field(argument: Argument) -> Any:
-    as_declared = argument.kind, f"{argument.description} It must be {argument.limit}."
+    as_declared = argument.kind, f"{argument.description} It must be {_in_json(argument.limit)}."
     kind, description = IN_JSON.get(argument.name, as_declared)
     return _failing_fast(kind) | None, Field(None, description=description)
 
@@ -248,6 +255,8 @@ class GenerationRequest(Parameters):
             if error.param != "prompt":
                 error.message = error.message.replace(error.param, own)
             error.param = own
+        if isinstance(error, SamplingParamsError):
+            error.message = _in_json(error.message)
         if isinstance(error, PoolTooSmallError):
             given = getattr(self, str(error.param)) is not None
             error = PromptTooLongError(error.message, param=error.param if given else names["prompt"])

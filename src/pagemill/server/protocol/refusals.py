@@ -22,6 +22,8 @@ _NOUNS = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "list_type": "a list",
+    "too_short": "a list of {min_length} or more entries",
+    "too_long": "a list of at most {max_length} entries",
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
@@ -137,7 +139,7 @@ def _can_be(finding: Any) -> bool:
 
 
 def _must_be(finding: Any) -> str:
-    return _NOUNS.get(finding["type"]) or str(finding["msg"]).removeprefix(MUST_BE)
+    return _NOUNS.get(finding["type"], "").format(**finding.get("ctx", {})) or str(finding["msg"]).removeprefix(MUST_BE)
 
 
 def _unknown(place: Place, known: Sequence[str], whole: str) -> PagemillError:
