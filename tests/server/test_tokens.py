@@ -63,6 +63,29 @@ def test_messages_become_what_the_chat_endpoint_computes(http, reference, option
         assert chat["usage"]["prompt_tokens"] == answer["count"]
 
 
+def test_texts_of_a_message_are_joined_by_line_breaks_everywhere(http):
+    def messages(content):
+        return {"messages": [{"role": "user", "content": content}]}
+
+    parts = [{"type": "text", "text": text} for text in ("Hello", "there", "you")]
+    joined = http.post("/tokenize", json=messages("Hello\nthere\nyou")).json()
+    assert http.post("/tokenize", json=messages(parts)).json() == joined
+    items = {"input": [{"role": "user", "content": [{**part, "type": "input_text"} for part in parts]}]}
+    for path, body in (
+        ("/v1/chat/completions", {**messages(parts), "max_tokens": 1}),
+        ("/v1/chat/completions", {**messages(parts), "max_tokens": 1, "session_id": "joined"}),
+        ("/v1/messages", {**messages(parts), "max_tokens": 1}),
+        ("/v1/messages/count_tokens", messages(parts)),
+        ("/v1/responses", {**items, "max_output_tokens": 1, "store": False}),
+        ("/v1/responses/input_tokens", items),
+    ):
+        answer = http.post(path, json=body).json()
+        usage = answer.get("usage", answer)
+        count = usage.get("prompt_tokens", usage.get("input_tokens"))
+        assert count + usage.get("cache_read_input_tokens", 0) == joined["count"], path
+    http.delete("/v1/sessions/joined")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [

@@ -151,8 +151,11 @@ def test_what_a_template_has_no_place_for_is_refused(real, name):
 def test_text_parts_are_one_text_and_others_are_refused(real):
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     for options in ({}, {"add_generation_prompt": False, "continue_final_message": True}):
-        given = real.apply_chat_template([{"role": "user", "content": parts}], **options)
-        assert given == real.apply_chat_template(MESSAGES[0], **options)
+        given, joined = (
+            real.apply_chat_template([{"role": "user", "content": content}], **options)
+            for content in (parts, "Hel\nlo")
+        )
+        assert given == joined
     image = {"type": "image_url", "image_url": {"url": "http://x"}}
     for part in (image, "Hello", {"type": "text"}, {"type": "text", "text": 3}, {**parts[0], "image_url": 1}):
         with pytest.raises(InvalidRequestError, match=r"a part of a message's content is .* reads text only") as caught:

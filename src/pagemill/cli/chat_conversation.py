@@ -114,5 +114,5 @@ def text_of(message: Mapping[str, Any]) -> str:
     """Returns what a message says: its content may be a text, a list of parts, or nothing beside calls of tools."""
     content = message.get("content")
     if isinstance(content, list):
-        return "".join(part.get("text") or "" for part in content)
+        return "\n".join(part.get("text") or "" for part in content)
     return content or ""

@@ -163,8 +163,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of `{"role", "content"}`) or a list of them, through the chat template.
 
-        A content is a text, or a list of `{"type": "text", "text": …}`. `template` goes to the template:
-        `add_generation_prompt`, `chat_template`, `tools`, `documents`, and its own variables. Raises
+        A content is a text, or a list of `{"type": "text", "text": …}`, joined by line breaks. `template` goes to
+        the template: `add_generation_prompt`, `chat_template`, `tools`, `documents`, and its own variables. Raises
         `InvalidRequestError` for parts of other types, and for tools or documents that the template does not read.
         """
         listed = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))

@@ -25,6 +25,9 @@ from pagemill.text.tool_messages import with_arguments_as_objects
 MAX_MESSAGES = 16384
 """Messages of one conversation."""
 
+BETWEEN_TEXTS = "\n"
+"""Stands between two texts of one message."""
+
 NO_PLACE = (
     "but this model's chat template has no place for them; leave them out, or give it another (--chat-template, "
     "chat_template=)"
@@ -60,7 +63,7 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """Returns the text of `messages`, each with a `role` and mostly a `content`: text, or a list of
-        `{"type": "text", "text": …}`, which are joined.
+        `{"type": "text", "text": …}`, which are joined by line breaks.
 
         variables: the template's own options.
         continue_final_message: leaves the last message open at its end, so that the model goes on with it.
@@ -157,7 +160,7 @@ def _message(which: str, message: object) -> dict[str, Any]:
     if isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = with_arguments_as_objects(plain["tool_calls"])
     if isinstance(plain.get("content"), list):
-        plain["content"] = "".join(_text_of(part) for part in plain["content"])
+        plain["content"] = BETWEEN_TEXTS.join(_text_of(part) for part in plain["content"])
     reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}

@@ -29,7 +29,7 @@ from pagemill.server.protocol.tools import (
     check_arguments,
     check_for_template,
 )
-from pagemill.text.chat_template import without_content
+from pagemill.text.chat_template import BETWEEN_TEXTS, without_content
 
 LEFT_IN = CACHE_MARKS | {"provider_specific_fields"}
 """What clients put into messages, and what means nothing here."""
@@ -104,7 +104,7 @@ class ChatMessage(Body):
         content = self.content
         message = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": "".join(part.text for part in content) if isinstance(content, list) else content,
+            "content": BETWEEN_TEXTS.join(part.text for part in content) if isinstance(content, list) else content,
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pagemill.errors import InvalidRequestError, shown
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name
 from pagemill.server.protocol.tools import check_size
+from pagemill.text.chat_template import BETWEEN_TEXTS
 from pagemill.text.tokenizer import check_unicode
 
 LEFT_IN = frozenset({"cache_control", "citations"})
@@ -19,9 +20,6 @@ LEFT_IN = frozenset({"cache_control", "citations"})
 
 NEUTRAL = {"caller": {"type": "direct"}}
 """Values of fields that this server does not serve which ask for nothing."""
-
-BETWEEN_TEXTS = "\n"
-"""Stands between two texts of one turn."""
 
 SERVED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
 """The types of blocks that turns of each role may have."""

@@ -14,7 +14,6 @@ from pagemill.server.protocol.chat import check_conversation
 from pagemill.server.protocol.chat_in_other_words import ChatInOtherWords
 from pagemill.server.protocol.generation import parameters_but, screened
 from pagemill.server.protocol.message_blocks import (
-    BETWEEN_TEXTS,
     BlockOut,
     TextIn,
     Turn,
@@ -23,6 +22,7 @@ from pagemill.server.protocol.message_blocks import (
     messages_of,
 )
 from pagemill.server.protocol.tools import FunctionName, check_for_template
+from pagemill.text.chat_template import BETWEEN_TEXTS
 
 WITHOUT_EFFECT = frozenset({"metadata", "cache_control", "diagnostics", "user_profile_id", "workspace_id"})
 """Accepted and dropped: they identify callers, or ask for what this server does anyway."""

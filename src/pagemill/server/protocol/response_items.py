@@ -11,6 +11,7 @@ from pagemill.errors import InvalidRequestError, shown
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, check_length
 from pagemill.server.protocol.chat import TokenLogprob
 from pagemill.server.protocol.generation import CACHE_MARKS, MAX_MESSAGES, MAX_PARTS
+from pagemill.text.chat_template import BETWEEN_TEXTS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -194,7 +195,7 @@ def _is_before(item: Message | CallItem | Reasoning, answer: dict[str, Any]) -> 
 
 
 def _text(parts: Iterable[TextPart | ReasoningText | SummaryText]) -> str:
-    return "".join(part.text for part in parts)
+    return BETWEEN_TEXTS.join(part.text for part in parts)
 
 
 def listed_items(items: Iterable[BaseModel], response_id: str) -> list[dict[str, Any]]:
