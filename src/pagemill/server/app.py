@@ -20,11 +20,11 @@ from pagemill.server.access.rate_headers import RATE_HEADERS
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.access.turnover import Turnover
 from pagemill.server.bodies.reader import BodyReader, BodyRoute
-from pagemill.server.logs.access_log import REQUEST_ID
+from pagemill.server.logs.access_log import ANTHROPICS_ID, REQUEST_ID
 from pagemill.server.protocol.body import ErrorResponse
 from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
-from pagemill.server.protocol.errors import install_error_handlers
+from pagemill.server.protocol.errors import SHOULD_RETRY, install_error_handlers
 from pagemill.server.routes.api_docs import Api, docs_routes
 from pagemill.server.routes.call import Call, R, respond
 from pagemill.server.routes.chat import ChatCall
@@ -42,7 +42,7 @@ from pagemill.server.routes.responses import response_routes
 from pagemill.server.routes.sessions import session_routes
 from pagemill.server.routes.tokens import token_routes
 
-EXPOSED_HEADERS = ["Retry-After", REQUEST_ID, *RATE_HEADERS]
+EXPOSED_HEADERS = ["Retry-After", SHOULD_RETRY, REQUEST_ID, ANTHROPICS_ID, *RATE_HEADERS]
 """Headers of answers that pages of other sites may read, beside those that browsers always show."""
 
 

@@ -61,6 +61,9 @@ CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER_S = "1"
 """Seconds to wait before asking again where nothing says how long it takes."""
 
+SHOULD_RETRY = "X-Should-Retry"
+"""The header by which OpenAI's clients are told whether to ask again."""
+
 LONGEST_MESSAGE = 4096
 """Characters of a message that an answer has: what a caller sent may be quoted in it."""
 
@@ -136,7 +139,7 @@ def error_answer(error: PagemillError, scope: Scope, status: int | None = None) 
     elif isinstance(error, RateLimitError):
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     elif isinstance(error, RequestTimeoutError):
-        response.headers["x-should-retry"] = "false"  # OpenAI's clients would do so, though the caller's time is over
+        response.headers[SHOULD_RETRY] = "false"  # OpenAI's clients would do so, though the caller's time is over
     return response
 
 
