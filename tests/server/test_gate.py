@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from pagemill.errors import ConfigError, ServerBusyError, TooManyWaitingError
+from pagemill.frontend.rates import RateStatus
 from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.access.gate import Gate
 from pagemill.server.access.large_bodies import SMALL_BODY_BYTES, LargeBodies
@@ -217,6 +218,25 @@ async def served_path(scope, receive, send):
     assert not message["more_body"]
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": message["body"]})
+
+
+def test_limits_that_are_known_once_the_model_is_loaded_are_told_of_its_first_answer():
+    known, sent = {}, []
+
+    async def load(scope, receive, send):
+        known["requests"] = RateStatus(3, 2, 0.5)
+        await served_path(scope, receive, send)
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    gated = Gate(load, ApiKeys(None), ServerLimits(), rates=lambda _: known)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(gated(scope, receive, send))
+    assert (b"x-ratelimit-remaining-requests", b"2") in sent[0]["headers"]
 
 
 async def through(app, headers=(), body=(b"",), whole=True, path="/v1/completions"):

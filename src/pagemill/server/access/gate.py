@@ -91,8 +91,7 @@ class Gate:
             size, replay = len(body), _replay(body, receive)
             del body
             tenant = caller.tenant
-            limited = not is_open(scope["path"]) and bool(self._rates(tenant))
-            told = with_rate_headers(send, partial(self._rates, tenant)) if limited else send
+            told = send if is_open(scope["path"]) else with_rate_headers(send, partial(self._rates, tenant))
             try:
                 await self._app(scope, replay, told)
             finally:
