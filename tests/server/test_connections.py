@@ -106,6 +106,13 @@ def test_a_head_that_does_not_come_ends_the_connection(beginning):
         assert 0.2 < time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(("length", "answer"), [(15 << 10, b"200"), (17 << 10, b"400")])
+def test_a_head_that_comes_at_once_has_the_same_limit(length, answer):
+    with listening() as (port, _), connect(port) as connection:
+        connection.sendall(HEAD + b"X-Long: " + b"x" * length + b"\r\nConnection: close\r\n\r\n")
+        assert read_all(connection).split()[1] == answer
+
+
 def test_a_head_that_comes_byte_by_byte_has_no_more_time():
     with listening(request_timeout_s=0.3) as (port, _), connect(port) as connection:
         began = time.monotonic()

@@ -113,9 +113,18 @@ class Places:
 
 
 class _Counted(h11.Connection):
-    """The state of HTTP/1.1, which counts the bytes that are to be sent."""
+    """The state of HTTP/1.1, which counts the bytes that are to be sent, and refuses a long head that comes at once,
+    too."""
 
     num_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            size = len(event.target) + sum(len(name) + len(value) for name, value in event.headers)
+            if size > MAX_HEAD_BYTES:
+                raise h11.RemoteProtocolError(f"the head has {size} bytes or more", error_status_hint=431)
+        return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         parts = super().send_with_data_passthrough(event)
