@@ -166,6 +166,10 @@ def test_a_key_is_needed_where_there_are_keys():
         keys.caller("GET", path, Headers({}))
 
 
+def test_models_are_listed_with_a_slash_behind_too(http):
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+
+
 def test_a_model_has_several_names(served):
     app = create_app(served.llm, ["small", "gpt-4o"])
 

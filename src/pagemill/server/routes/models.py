@@ -80,6 +80,7 @@ def model_routes(served: ServedModels) -> APIRouter:
     routes = APIRouter(prefix="/v1/models")
 
     @routes.get("")
+    @routes.get("/", include_in_schema=False)
     async def models(anthropic_version: AnthropicVersion = None) -> Listing[ModelCard] | AnthropicModels:
         """Lists the model that is served, once for each of its names, and its LoRA adapters, which name it as their
         parent."""
