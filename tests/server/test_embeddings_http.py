@@ -55,6 +55,7 @@ def test_many_inputs_are_one_request(client, served):
         ({}, "input", "missing or empty"),
         ({"input": []}, "input", "missing or empty"),
         ({"input": ""}, "input", "no tokens"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "messages", "give their text as input"),
         ({"input": ["fine", ""]}, "input", "input.1: the prompt has no tokens"),
         ({"input": ["fine", "many words " * 3000]}, "input", "input.1: the prompt has"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),

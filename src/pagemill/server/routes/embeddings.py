@@ -53,6 +53,10 @@ class EmbeddingRequest(Body):
     @classmethod
     def _check_inputs(cls, body: Any) -> Any:
         given = body.get("input") if isinstance(body, dict) else None
+        if isinstance(body, dict) and body.get("messages") is not None:
+            raise InvalidRequestError(
+                "this server embeds no 'messages'; give their text as input, one for each vector", param="messages"
+            )
         if isinstance(given, list) and given and not isinstance(given[0], int):
             check_length("input", given, MAX_INPUTS, "; send them in several requests")
         if given in (None, []):
