@@ -48,8 +48,6 @@ class ChatCall(Call[ChatCompletionRequest]):
     async def _start(self) -> None:
         tokenizer = await self._llm.tokenizer()
         self._answers, self._bytes_of = tokenizer.answers, tokenizer.token_texts.raw
-        if self._tools:
-            self._answers.check_tool_calls()
         self._options = options_for(self._answers, self.request)
         await super()._start()
 
@@ -195,7 +193,9 @@ class ChatCall(Call[ChatCompletionRequest]):
 
 def options_for(answers: AnswerFormats, request: ChatCompletionRequest) -> dict[str, Any]:
     """Returns what the chat template is given beside messages and tools. Raises `InvalidRequestError` for what it does
-    not read."""
+    not read, and for tools that the model does not take."""
+    if request.tools_for_template():
+        answers.check_tool_calls()
     own = request.chat_template_kwargs or {}
     answers.check_options(own)
     asked = answers.options(request.reasoning_effort, request.thinks)

@@ -145,12 +145,9 @@ def message_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
 
 
 def _count(tokenizer: Tokenizer, chat: ChatOfMessages) -> int:
-    tools = chat.tools_for_template()
-    if tools:
-        tokenizer.answers.check_tool_calls()
     try:
         options = options_for(tokenizer.answers, chat)
-        text = tokenizer.apply_chat_template(chat.for_template(), tools=tools, **options)
+        text = tokenizer.apply_chat_template(chat.for_template(), tools=chat.tools_for_template(), **options)
     except PagemillError as error:
         raise chat.in_own_words(error) from None
     return len(encode_conversation(tokenizer, text))

@@ -209,16 +209,13 @@ def response_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         """Counts the tokens that the prompt of a response would have. They need not fit `max_model_len`."""
         served.name_for(body.model)
         chat, tokenizer = body.chat, await llm.tokenizer()
-        tools = chat.tools_for_template()
-        if tools:
-            tokenizer.answers.check_tool_calls()
         check, encode = partial(_check_outputs, body.input), partial(encode_conversation, tokenizer)
         turn = ResponseTurn(body.previous_response_id, body.instructions, False, check, lambda _: {})
         name, salt = f"{RESPONSE}{uuid.uuid4().hex}", chat.cache_salt or ""
         session = llm.session(name, cache_salt=salt, tenant=request.state.tenant)
         try:
             options = options_for(tokenizer.answers, chat)
-            work = session.count_chat(chat.for_template(), turn, encode, tools=tools, **options)
+            work = session.count_chat(chat.for_template(), turn, encode, tools=chat.tools_for_template(), **options)
             return InputTokenCount(input_tokens=await until_disconnect(request.receive, work))
         except PagemillError as error:
             raise chat.in_own_words(error) from None
