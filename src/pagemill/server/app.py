@@ -26,7 +26,7 @@ from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
 from pagemill.server.protocol.errors import SHOULD_RETRY, install_error_handlers
 from pagemill.server.routes.api_docs import Api, docs_routes
-from pagemill.server.routes.call import Call, R, respond
+from pagemill.server.routes.call import respond
 from pagemill.server.routes.chat import ChatCall
 from pagemill.server.routes.completions import CompletionCall
 from pagemill.server.routes.embeddings import embedding_routes
@@ -90,20 +90,15 @@ def create_app(
     app.state.body_reader = BodyReader(lambda: llm.facts)
     served = ServedModels(llm, served_model_name, adapters)
 
-    async def answer(kind: type[Call[R]], body: R, request: Request) -> Response:
-        model = served.name_for(body.model)
-        call = kind(llm, body, model, request.state.tenant, served.adapter(model))
-        return await respond(call, request, stream=bool(body.stream))
-
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues a prompt, or each of several: text or token ids."""
-        return await answer(CompletionCall, body, request)
+        return await respond(CompletionCall, llm, served, body, request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation through the model's chat template."""
-        return await answer(ChatCall, body, request)
+        return await respond(ChatCall, llm, served, body, request)
 
     app.include_router(response_routes(llm, served))
     app.include_router(message_routes(llm, served))

@@ -37,6 +37,7 @@ from pagemill.server.protocol.generation import (
     Usage,
 )
 from pagemill.server.protocol.parts import JSONInParts
+from pagemill.server.routes.models import ServedModels
 from pagemill.text.detokenizer import Detokenizer
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -401,10 +402,14 @@ def _forget_logprobs_of(requests: Sequence[RequestState]) -> None:
         request.forget_logprobs()
 
 
-async def respond(call: Call[Any], request: Request, *, stream: bool) -> Response:
-    """Returns a call's answer, whole or as events; ends the call if its client goes first."""
-    request.state.call = call
-    if stream:
+async def respond(
+    kind: Callable[..., Call[Any]], llm: AsyncLLM, served: ServedModels, body: Any, request: Request
+) -> Response:
+    """Returns the answer to a body by a call of this kind, whole or as events; ends the call if its client goes first.
+    Raises `ModelNotServedError`, and what the call raises."""
+    model = served.name_for(body.model)
+    request.state.call = call = kind(llm, body, model, request.state.tenant, served.adapter(model))
+    if body.stream:
         return EventStream(await until_disconnect(request.receive, call.events()), call.write_to)
     return await until_disconnect(request.receive, call.answer())
 

@@ -128,9 +128,7 @@ def message_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
     @routes.post("", response_model=Message)
     async def create(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation through the model's chat template, in Anthropic's words."""
-        model = served.name_for(body.model)
-        call = MessagesCall(llm, body, model, request.state.tenant, served.adapter(model))
-        return await respond(call, request, stream=bool(body.stream))
+        return await respond(MessagesCall, llm, served, body, request)
 
     @routes.post("/count_tokens")
     async def count_tokens(body: Conversation, request: Request) -> TokenCount:

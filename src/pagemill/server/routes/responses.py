@@ -200,9 +200,7 @@ def response_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
     @routes.post("", response_model=ResponseObject)
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation through the model's chat template, and keeps the answer unless told not to."""
-        model = served.name_for(body.model)
-        call = ResponseCall(llm, body, model, request.state.tenant, served.adapter(model))
-        return await respond(call, request, stream=bool(body.stream))
+        return await respond(ResponseCall, llm, served, body, request)
 
     @routes.post("/input_tokens")
     async def count(body: ResponseInput, request: Request) -> InputTokenCount:
