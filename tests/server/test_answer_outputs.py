@@ -44,6 +44,20 @@ def fed(output, pieces):
 
 
 @pytest.mark.parametrize("text", ANSWERS, ids=["text behind a call", "text between calls"])
+def test_blocks_and_items_are_in_the_order_in_which_they_were_written(text):
+    calls = ["tool_use", "text", "tool_use"] if text.startswith(CALL) else ["thinking", "text", "tool_use", "text"]
+    others = {"thinking": "reasoning", "text": "message", "tool_use": "function_call"}
+    for pieces in pieces_of(text):
+        blocks = fed(MessageOutput(streaming=False), pieces).blocks
+        assert [block.type for block in blocks] == calls, pieces
+        items = fed(ResponseOutput("resp_1", streaming=False), pieces).items
+        assert [item.type for item in items] == [others[kind] for kind in calls], pieces
+        texts = [item.content[0].text for item in items if item.type == "message"]
+        assert texts == [block.text for block in blocks if block.type == "text"], pieces
+        assert texts == (["Done."] if text.startswith(CALL) else ["Wait.", "\nDone."])
+
+
+@pytest.mark.parametrize("text", ANSWERS, ids=["text behind a call", "text between calls"])
 def test_calls_have_their_arguments_and_texts_their_words(text):
     for pieces in pieces_of(text):
         blocks = fed(MessageOutput(streaming=False), pieces).blocks

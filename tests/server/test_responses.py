@@ -258,8 +258,9 @@ def test_streams_tell_of_reasoning_text_and_calls(client, calls_tools, says):
     assert [item.type for item in alone.output] == ["reasoning", "message", "function_call"]
 
 
-def test_what_goes_out_may_come_in_again(client, calls_tools, says, v1):
-    says(SAID)
+@pytest.mark.parametrize("behind", ["", "\nSoon."])
+def test_what_goes_out_may_come_in_again(client, calls_tools, says, v1, behind):
+    says(SAID + behind)
     asked = {**SCRIPTED, "tools": [WEATHER]}
     first = client.responses.create(**asked, input="Rain?")
     results = [

@@ -159,7 +159,8 @@ Items = Annotated[list[Item], FIRST_ERROR, BeforeValidator(_as_items, json_schem
 
 
 def messages_of(items: Iterable[Message | CallItem | CallOutput | Reasoning]) -> list[dict[str, Any]]:
-    """Returns items as messages of chat. Reasoning, text and calls of one answer, in this order, are one message."""
+    """Returns items as messages of chat. Reasoning, text and calls of one answer, in this order, are one message, with
+    text behind the calls."""
     messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None
     for item in items:
@@ -183,13 +184,13 @@ def messages_of(items: Iterable[Message | CallItem | CallOutput | Reasoning]) ->
             function = {"name": item.name, "arguments": item.arguments}
             answer.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         else:
-            answer["content"] = _text(item.content)
+            answer["content"] = answer.get("content", "") + _text(item.content)
     return messages
 
 
 def _is_before(item: Message | CallItem | Reasoning, answer: dict[str, Any]) -> bool:
     """Returns whether an answer cannot go on with this item, because that comes earlier in one."""
-    if isinstance(item, CallItem):
+    if isinstance(item, CallItem) or (isinstance(item, Message) and "tool_calls" in answer):
         return False
     return "content" in answer or "tool_calls" in answer or (isinstance(item, Reasoning) and len(answer) > 1)
 

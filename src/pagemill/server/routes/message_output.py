@@ -39,16 +39,15 @@ class MessageOutput:
 
     def add(self, part: AnswerPart) -> None:
         """Takes what is new of the answer."""
-        for call in part.continued:
-            self._add_call(call)
-        if part.reasoning and self._shows_reasoning:
-            self._growing(ThinkingOut).thinking += part.reasoning
-            self._tell_delta("thinking_delta", thinking=part.reasoning)
-        if part.content:
-            self._growing(TextOut).text += part.content
-            self._tell_delta("text_delta", text=part.content)
-        for call in part.begun:
-            self._add_call(call)
+        for piece in part.pieces:
+            if isinstance(piece, CallPart):
+                self._add_call(piece)
+            elif not piece.reasoning:
+                self._growing(TextOut).text += piece.text
+                self._tell_delta("text_delta", text=piece.text)
+            elif self._shows_reasoning:
+                self._growing(ThinkingOut).thinking += piece.text
+                self._tell_delta("thinking_delta", thinking=piece.text)
 
     def close(self) -> None:
         """Closes the last block, if one is open."""

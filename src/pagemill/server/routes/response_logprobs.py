@@ -37,15 +37,15 @@ class ReadLogprobs:
         """Yields what is new of an answer, with the log probabilities of the tokens that wrote new content."""
         self._take_tokens(output)
         while self._waiting and self._waiting[0][0] <= len(output.text):
-            yield self._read_next(output.text)
+            yield from self._read_next(output.text)
 
     def finish(self, output: CompletionOutput) -> Iterator[tuple[AnswerPart, list[LogprobsOfPosition]]]:
         """Yields the rest of an answer that has ended."""
         self._take_tokens(output)
         self._waiting.append((math.inf, self._open))
         while self._num_read < len(output.text):
-            yield self._read_next(output.text)
-        yield self._claimed(self._reader.finish())
+            yield from self._read_next(output.text)
+        yield from self._claimed(self._reader.finish())
 
     def _take_tokens(self, output: CompletionOutput) -> None:
         positions = output.logprobs or []
@@ -58,15 +58,17 @@ class ReadLogprobs:
                 self._open = []
         self._num_tokens = len(positions)
 
-    def _read_next(self, text: str) -> tuple[AnswerPart, list[LogprobsOfPosition]]:
+    def _read_next(self, text: str) -> Iterator[tuple[AnswerPart, list[LogprobsOfPosition]]]:
         end, positions = self._waiting.popleft()
         new = text[self._num_read : int(min(end, len(text)))]
         self._num_read += len(new)
         self._unclaimed.append((new, positions))
         return self._claimed(self._reader.add(new))
 
-    def _claimed(self, part: AnswerPart) -> tuple[AnswerPart, list[LogprobsOfPosition]]:
-        return part, self._claim(part.content) if part.content else []
+    def _claimed(self, part: AnswerPart) -> Iterator[tuple[AnswerPart, list[LogprobsOfPosition]]]:
+        for piece in part.pieces:
+            one = AnswerPart([piece])
+            yield one, self._claim(one.content) if one.content else []
 
     def _claim(self, content: str) -> list[LogprobsOfPosition]:
         """Returns the tokens that wrote new content. What stands before it was something else, what stands behind it is

@@ -25,7 +25,7 @@ EVENT = TypeAdapter(dict[str, Any])
 class ResponseOutput:
     """Takes what is read of an answer. `items` are those so far; an item is closed when the next one begins.
 
-    Items are the same whatever pieces the answer comes in, but for text behind a call: it may be an item of its own.
+    Items are the same whatever pieces the answer comes in. Text behind a call is an item of its own.
     """
 
     def __init__(self, response_id: str, *, streaming: bool) -> None:
@@ -39,15 +39,15 @@ class ResponseOutput:
         self._num_events = 0
 
     def add(self, part: AnswerPart, logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """Takes what is new of the answer. logprobs: of the tokens that wrote its content."""
-        for call in part.continued:
-            self._add_call(call)
-        if part.reasoning:
-            self._add_reasoning(part.reasoning)
-        if part.content:
-            self._add_text(part.content, logprobs)
-        for call in part.begun:
-            self._add_call(call)
+        """Takes what is new of the answer. logprobs: of the tokens that wrote its content, which then is
+        one piece."""
+        for piece in part.pieces:
+            if isinstance(piece, CallPart):
+                self._add_call(piece)
+            elif piece.reasoning:
+                self._add_reasoning(piece.text)
+            else:
+                self._add_text(piece.text, logprobs)
 
     def close(self, status: Status = "completed") -> None:
         """Closes the last item, if one is open."""

@@ -9,7 +9,7 @@ has been given already; the rest is content, but for marks, and for what the tex
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pagemill.text.answer.calls import CallParser, Functions
 from pagemill.text.answer.feed import Feed, Marks, Waiting
@@ -30,28 +30,35 @@ class CallPart:
 
 
 @dataclass(slots=True)
+class TextPart:
+    """What is new of a text: content, or reasoning."""
+
+    text: str = ""
+    reasoning: bool = False
+
+
+@dataclass(slots=True)
 class AnswerPart:
-    """Holds what is new of an answer, or all: first of a call that had begun, then reasoning, content and other calls.
+    """Holds what is new of an answer, or all, in the order in which it was written."""
 
-    Content between two calls stands before both.
-    """
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallPart] = field(default_factory=list)
+    pieces: list[TextPart | CallPart]
 
     @property
-    def continued(self) -> list[CallPart]:
-        """Returns what is new of the call that had begun, in a list of at most one."""
-        return self.calls[:1] if self.calls and self.calls[0].id is None else []
+    def content(self) -> str:
+        """Returns all content, without what stands between."""
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, TextPart) and not piece.reasoning])
 
     @property
-    def begun(self) -> list[CallPart]:
-        """Returns the calls that begin."""
-        return self.calls[len(self.continued) :]
+    def reasoning(self) -> str:
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, TextPart) and piece.reasoning])
+
+    @property
+    def calls(self) -> list[CallPart]:
+        """Returns what is new of calls: first of one that had begun, which has no id."""
+        return [piece for piece in self.pieces if isinstance(piece, CallPart)]
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.pieces)
 
 
 class AnswerReader:
@@ -84,11 +91,10 @@ class AnswerReader:
         self._begins = self._marks = Marks(*begins)
         self._broken = Marks(*begins, tool_calls.end if tool_calls else "")
         """What is looked for behind a call that went wrong, and left out."""
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[CallPart] = []
-        self._arguments: list[str] = []
-        """What is new: of the arguments, those of the last call."""
+        self._pieces: list[TextPart | CallPart] = []
+        """What is new."""
+        self._texts: list[str] = []
+        """What is to be added to the last piece."""
         self._space: list[str] = []
         """White space that is content only if other content follows it."""
         self._streaming = False
@@ -119,34 +125,48 @@ class AnswerReader:
             self.add_arguments(self._feed.take_back())
 
     def _take_news(self) -> AnswerPart:
-        self._join_arguments()
-        news = AnswerPart("".join(self._content), "".join(self._reasoning), self._calls)
-        self._content, self._reasoning, self._calls = [], [], []
+        self._join()
+        news, self._pieces = AnswerPart(self._pieces), []
         return news
 
-    def _join_arguments(self) -> None:
-        text, index = "".join(self._arguments), self.num_calls - 1
-        self._arguments.clear()
-        if text and not self._calls:
-            self._calls.append(CallPart(index))
-        if text:
-            self._calls[-1].arguments = text
+    def _begin_piece(self, piece: TextPart | CallPart) -> None:
+        self._join()
+        self._pieces.append(piece)
+
+    def _join(self) -> None:
+        """Gives the last piece what is to be added to it."""
+        if not self._texts:
+            return
+        text, piece = "".join(self._texts), self._pieces[-1]
+        self._texts.clear()
+        if isinstance(piece, CallPart):
+            piece.arguments += text
+        else:
+            piece.text += text
+
+    def _add_text(self, *texts: str, reasoning: bool = False) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if not isinstance(last, TextPart) or last.reasoning != reasoning:
+            self._begin_piece(TextPart(reasoning=reasoning))
+        self._texts += texts
 
     # --- what is heard of calls ---
 
     def begin_call(self, name: str) -> None:
-        self._join_arguments()
         self._feed.take_back()
         self._space.clear()
         index = self.num_calls
         self.num_calls += 1
         if self._wanted:
-            self._calls.append(CallPart(index, self._call_id(index), name))
+            self._begin_piece(CallPart(index, self._call_id(index), name))
 
     def add_arguments(self, text: str) -> None:
         self._feed.take_back()
-        if self._wanted:
-            self._arguments.append(text)
+        if not (self._wanted and text):
+            return
+        if not (self._pieces and isinstance(self._pieces[-1], CallPart)):
+            self._begin_piece(CallPart(self.num_calls - 1))
+        self._texts.append(text)
 
     def stream_arguments(self, on: bool) -> None:
         if not on:
@@ -180,7 +200,7 @@ class AnswerReader:
             text, mark = yield from feed.before(ends, drops_cut=True)
             shown = text.rstrip(_SPACE)
             if shown:
-                self._reasoning += [*held, shown]
+                self._add_text(*held, shown, reasoning=True)
                 held.clear()
             held.append(text[len(shown) :])
             if mark or not text:
@@ -207,8 +227,8 @@ class AnswerReader:
                 feed.taken[:] = [mark]
                 if self._format is not None and mark in self._format.begin:
                     yield from self._read_calls()
-        if not self.num_calls and not self._calls_only:
-            self._content += self._space
+        if any(self._space) and not self.num_calls and not self._calls_only:
+            self._add_text(*self._space)
 
     def _read_calls(self) -> Waiting[None]:
         """Takes the calls behind a begin mark, with their end mark; gives what is no call as content."""
@@ -235,7 +255,7 @@ class AnswerReader:
         """Gives text as content, but for the white space at its end, which may stand before a call."""
         shown = "" if self._calls_only else text.rstrip(_SPACE)
         if shown:
-            self._content += [*self._space, shown]
+            self._add_text(*self._space, shown)
             self._space.clear()
         if len(shown) < len(text):
             self._space.append(text[len(shown) :])
