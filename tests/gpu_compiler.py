@@ -36,7 +36,8 @@ def main(
     check: Callable[[str], None] = lambda ptx: None,
 ) -> None:
     """Compiles what `launch` would start, and ends the process: with status 1 if a kernel comes out empty, takes more
-    shared memory than the smallest GPU that runs its code has, or spills for lack of registers.
+    shared memory than the smallest GPU that runs its code has, spills for lack of registers, or multiplies tiles that
+    Triton multiplies wrongly.
 
     The command line names capabilities (75 is 7.5), of which the `usual` cases are taken, or none: then the `few`.
     spills: bytes that a case may spill for all that. check: raises AssertionError for code that must not be.
@@ -52,9 +53,10 @@ def main(
                 nothing = "\ttrap;" in kernel.asm["ptx"]  # the compiler has found it without meaning
                 limit = max(STACK if registers < MOST_REGISTERS else 0, spills(capability, case))
                 over = nothing or stack > limit or shared > SHARED[capability] * 1024
-                fits &= not over
+                wrong = _multiplies_wrongly(kernel.asm["ttgir"])
+                fits &= not over and not wrong
                 said = f"{capability:10}  {name:16}  {registers:9}  {stack:5}  {shared:6}  {case}"
-                print(said + ("  <- too much" if over else ""), flush=True)
+                print(said + "  <- too much" * over + "  <- rows of 64 bytes" * wrong, flush=True)
     sys.exit(not fits)
 
 
@@ -90,6 +92,14 @@ def _compiled(capability: int, launch: Callable[[], object]) -> list[tuple[str, 
     with mock.patch.object(JITFunction, "run", compile_only):
         launch()
     return kernels
+
+
+def _multiplies_wrongly(ttgir: str) -> bool:
+    """Returns whether instructions of Hopper multiply tiles in shared memory whose rows have 64 bytes, as Triton 3.6
+    and 3.7 do wrongly."""
+    layouts = re.findall(r"^(#\w+) = #ttg\.nvmma_shared<\{swizzlingByteWidth = 64,", ttgir, re.MULTILINE)
+    products = re.findall(r"ttng\.warp_group_dot .*", ttgir)
+    return any(f"{layout}, #smem" in product for layout in layouts for product in products)
 
 
 def _resources(kernel: Any) -> tuple[int, int, int]:

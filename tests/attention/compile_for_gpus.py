@@ -37,14 +37,18 @@ class Case(NamedTuple):
     head_dim: int
     limited: bool = False
     """By a window and a soft cap."""
+    group: int = 4
+    """Query heads per KV head."""
 
     def __str__(self) -> str:
         element = str(self.element).removeprefix("torch.")
-        return f"{element} {self.format} {self.head_dim}" + ", limited" * self.limited
+        group = f", {self.group} heads per KV head" * (self.group != 4)
+        return f"{element} {self.format} {self.head_dim}" + ", limited" * self.limited + group
 
 
 FEW = [
     (75, Case(torch.float16, "float16", 64)),
+    (90, Case(torch.bfloat16, "int4", 64, group=16)),
     (100, Case(torch.bfloat16, "int4", 64, limited=True)),
 ]
 
@@ -61,14 +65,15 @@ def usual_cases(capability: int) -> Iterator[tuple[int, Case]]:
 
 
 def launch(capability: int, case: Case) -> None:
-    """Writes and attends rows of 1 and 100 queries, 8 heads on 2 KV heads, through `TritonAttention`; and again for a
+    """Writes and attends rows of 1 and 100 queries, on 2 KV heads, through `TritonAttention`; and again for a
     layer group whose arrays begin at no multiple of 16 bytes, which must take no other code: steps would wait for the
     compiler whenever the group's place changes. Rows may have keys in common, or not, which is other code."""
     kv, head_dim = kv_format(case.format), case.head_dim
     shape = FrameShape(group_layers([None]), 2, BLOCK_SIZE, head_dim, head_dim, kv)
     cache = DevicePool(16, shape, layout=block_major).layer(0)
     attention, entries = TritonAttention(divmod(capability, 10)), CONTEXT // BLOCK_SIZE
-    query, new_key, new_value = torch.zeros(TOKENS, 12, case.head_dim, dtype=case.element).split((8, 2, 2), 1)
+    heads = 2 * case.group
+    query, new_key, new_value = torch.zeros(TOKENS, heads + 4, head_dim, dtype=case.element).split((heads, 2, 2), 1)
     options = {"window": 1000, "soft_cap": 30.0} if case.limited else {}
     for begin in (0, 1):
         slots = torch.arange(TOKENS + 1)[begin : begin + TOKENS]

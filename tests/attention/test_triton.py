@@ -97,17 +97,35 @@ def test_small_weights_of_small_int8_values_count(backend: Elsewhere) -> None:
     torch.testing.assert_close(decoded.float(), expected[-1:, None, None].expand_as(decoded), rtol=0.03, atol=0)
 
 
-@pytest.mark.parametrize(("capability", "dims"), [((8, 0), 32), ((9, 0), 64), ((10, 0), 32)])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "dims"),
+    [
+        ((8, 0), torch.bfloat16, 20, {"attend": 32, "attend_in_chunks": 32}),
+        ((9, 0), torch.bfloat16, 20, {"attend": 64, "attend_in_chunks": 64}),
+        ((10, 0), torch.bfloat16, 20, {"attend": 32, "attend_in_chunks": 32}),
+        ((8, 0), "int4", 64, {"rotate_queries": 64, "attend": 64, "attend_in_chunks": 64}),
+        ((9, 0), "int4", 64, {"rotate_queries": 64, "attend": 128, "attend_in_chunks": 64}),
+    ],
+)
 def test_small_heads_are_padded_on_hopper(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dims: int
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype | str,
+    head_dim: int,
+    dims: dict[str, int],
 ) -> None:
-    started = []
-    monkeypatch.setattr(Launcher, "__call__", lambda self, *_: started.append(self.constants["DIMS"]))
-    dtypes = {"dtype": torch.bfloat16, "query_dtype": torch.bfloat16}
-    case = PagedCase([(20, 1), (90, 60)], head_dim=20, layout=block_major, **dtypes)
+    started = {}
+
+    def start(self: Launcher, *_: object) -> None:
+        name = self.kernel.__name__ + "_in_chunks" * self.constants.get("IN_CHUNKS", False)
+        started[name] = self.constants["DIMS"]
+
+    monkeypatch.setattr(Launcher, "__call__", start)
+    dtypes = {"dtype": dtype, "query_dtype": torch.bfloat16}
+    case = PagedCase([(20, 1), (90, 60)], head_dim=head_dim, layout=block_major, **dtypes)
     query, batch = case.whole()
     TritonAttention(capability).attend(query, case.cache, batch, 0, scale=0.1)
-    assert started == [dims, dims]
+    assert started == dims
 
 
 def test_chunks_are_as_short_as_rows_are_few() -> None:
@@ -242,5 +260,6 @@ def test_kernels_compile_for_every_gpu_and_fit() -> None:
     of_four_bits = ["write_tokens", "rotate_queries", *kernels[1:]]
     assert [line[:2] for line in compiled] == [
         *(["75", kernel] for kernel in [*kernels, "attend_in_chunks"]),  # the last for rows with keys in common
+        *(["90", kernel] for kernel in of_four_bits),
         *(["100", kernel] for kernel in of_four_bits),
     ]

@@ -22,7 +22,7 @@ from pagemill.ops.triton_quantized import NarrowLinear
 ROWS = (1, 8, 32, 128)
 """A number of rows for each form."""
 OUTPUTS, COLUMNS = 192, 1024
-KINDS = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "GPTQ-128", "int8", "float8")
+KINDS = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "GPTQ-64", "GPTQ-128", "int8", "float8")
 
 
 class Case(NamedTuple):
@@ -37,6 +37,7 @@ class Case(NamedTuple):
 FEW = [
     (75, Case(torch.float16, "Q4_K", 8)),
     (90, Case(torch.bfloat16, "Q4_K", 1)),
+    (90, Case(torch.bfloat16, "Q8_0", 128)),
     (100, Case(torch.float16, "float8", 8)),
 ]
 
@@ -69,9 +70,9 @@ def packed(kind: str) -> PackedWeight:
         return pack_affine(AffineWeight(values, scale, -32 * scale, bits))
     if kind.endswith("_K"):
         return pack_affine(AffineWeight(values, coarse(8, 64), -coarse(8, 64), bits))
-    size = 128 if kind == "GPTQ-128" else 32
+    size = int(kind.removeprefix("GPTQ-")) if kind.startswith("GPTQ") else 32
     scale = torch.rand(OUTPUTS, COLUMNS // size).half().float()
-    zero = torch.randint(0, 16, scale.shape) if kind == "GPTQ-128" else 1 << bits - 1
+    zero = torch.randint(0, 16, scale.shape) if size > 32 else 1 << bits - 1
     scale, low = (part.repeat_interleave(size // 32, dim=1) for part in (scale, -scale * zero))
     return pack_affine(AffineWeight(values, scale.contiguous(), low.contiguous(), bits))
 

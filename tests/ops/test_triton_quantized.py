@@ -17,7 +17,16 @@ pytest.importorskip("triton")
 from pagemill.ops import triton_quantized
 from pagemill.ops.packed_weight import PackedWeight, pack_affine, pack_float8, pack_quantized
 from pagemill.ops.quantized import AffineWeight, Float8Weight, quantize_int8
-from pagemill.ops.triton_quantized import FORMS, SCALAR_FORMS, Form, NarrowLinear, TritonQuantizedOps, parts_of
+from pagemill.ops.triton_quantized import (
+    FORMS,
+    HOPPER_FORMS,
+    SCALAR_FORMS,
+    NarrowLinear,
+    TritonQuantizedOps,
+    form_of,
+    forms_of,
+    parts_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -195,7 +204,7 @@ def test_columns_are_cut_into_parts_until_the_gpu_is_full() -> None:
     assert parts_of(FORMS[0], 1024, 448) == 16
     assert parts_of(FORMS[0], 64, 6) == 1
     assert parts_of(FORMS[-1], 64, 448) == 1
-    for forms in (FORMS, SCALAR_FORMS):
+    for forms in (FORMS, HOPPER_FORMS, SCALAR_FORMS):
         assert [form.rows for form in forms] == [*sorted(form.rows for form in forms[:-1]), None]
 
 
@@ -213,12 +222,20 @@ def test_names_tell_gpus_and_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_forms_have_no_rows_in_common() -> None:
-    chosen = [triton_quantized.form_of(rows, True) for rows in (2, 16, 17, 64, 65, 4096)]
-    assert chosen == [FORMS[0], FORMS[0], FORMS[1], FORMS[1], FORMS[2], FORMS[2]]
-    assert isinstance(triton_quantized.form_of(5000, False), Form)
+    for forms in (FORMS, HOPPER_FORMS):
+        chosen = [form_of(rows, forms) for rows in (2, 16, 17, 64, 65, 4096)]
+        assert chosen == [forms[0], forms[0], forms[1], forms[1], forms[2], forms[2]]
+    assert form_of(5000, SCALAR_FORMS) == SCALAR_FORMS[-1]
+
+
+def test_forms_follow_from_the_gpu_and_from_columns_at_a_time() -> None:
+    halves = [(capability, columns) for capability in ((8, 9), (9, 0), (10, 0)) for columns in (16, 32, 64)]
+    found = [forms_of(capability, torch.bfloat16, columns) for capability, columns in halves]
+    assert found == [HOPPER_FORMS if each == ((9, 0), 32) else FORMS for each in halves]
+    assert forms_of((7, 5), torch.float16, 64) == forms_of((9, 0), torch.float32, 32) == SCALAR_FORMS
 
 
 def test_kernels_compile_for_every_gpu_and_fit() -> None:
     compiled = compiled_by(Path(__file__).with_name("compile_quantized_for_gpus.py"))
     kernels = [kernel for _, kernel, *_ in compiled if kernel != "add_parts"]
-    assert kernels == ["multiply_rows", "multiply_row", "multiply_rows"]
+    assert kernels == ["multiply_rows", "multiply_row", *["multiply_rows"] * 2]

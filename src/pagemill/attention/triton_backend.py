@@ -29,7 +29,7 @@ from pagemill.attention.triton_write import rotate_queries, write_tokens
 from pagemill.ops.triton_early import EARLY_CAPABILITY, launch_options
 from pagemill.triton_launch import TYPES, Grid, Launcher, launcher
 
-KERNEL_VERSION = 3
+KERNEL_VERSION = 4
 """Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
 SHORT_TILE, SHORT_QUERIES = 16, 4
 """Rows of at most SHORT_QUERIES tokens, whose heads of one KV head fit into SHORT_TILE, are attended in chunks.
@@ -38,8 +38,9 @@ SHORTEST_CHUNK, SHORT_CHUNKS_OF_ROWS, LONGEST_CHUNK, CHUNKS = 128, 8, 2048, 64
 """Keys of a chunk: SHORTEST_CHUNK for one row, twice as many for two, four times for four, and so on for up to
 SHORT_CHUNKS_OF_ROWS; then doubled until CHUNKS of them hold a row's context, up to LONGEST_CHUNK. Small chunks fill the
 GPU when rows are few. They cost time where rows are many: each has to begin, and leaves a result in fp32."""
-LEAST_HOPPER_DIMS = 64
-"""Triton 3.6 and 3.7 compute wrong products on Hopper where tiles in shared memory have rows of 64 bytes."""
+LEAST_HOPPER_DIMS, HOPPER_QUERIES = 64, 64
+"""Triton 3.6 and 3.7 compute wrong products on Hopper where tiles in shared memory have rows of 64 bytes. So have
+halves of 4-bit tiles, of twice as many dimensions; but only so many queries are multiplied by Hopper's instructions."""
 VECTORS = 8
 """Keys, and as many values, that are written at a time; and queries that are rotated."""
 BLOCK_CHUNKS = 16
@@ -278,18 +279,20 @@ class TritonAttention:
         matrix_units, size = self._major >= 8 and dot != torch.float32, heads // kv_heads
         packed = torch.uint8 in (cache.key.dtype, cache.value.dtype)
         dims, at_least = _padded(head_dim, cache), triton.next_power_of_2(size)
-        if matrix_units and self._major == 9:
-            dims = max(dims, LEAST_HOPPER_DIMS)
+        least = LEAST_HOPPER_DIMS if matrix_units and self._major == 9 else 0
+        dims = max(dims, least)
         short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
         stored = Stored(cache.key.dtype != dot, cache.key_scale is not None, packed, rests)
         long = long_tile(head_dim, matrix_units, self._major, stored)
         together = rotated_together(head_dim) if cache.key.dtype == torch.uint8 else 1
 
         def attending(tile: Tile, *, in_chunks: bool) -> Launcher:
+            queries = max(tile.queries, at_least)
+            halves = 2 if packed and queries >= HOPPER_QUERIES else 1
             return launcher(
                 attend,
-                GROUP=size, HEAD_DIM=head_dim, DIMS=dims, BLOCK_SIZE=block_size,
-                BLOCK_M=max(tile.queries, at_least), BLOCK_N=tile.keys, SHORT=short, IN_CHUNKS=in_chunks,
+                GROUP=size, HEAD_DIM=head_dim, DIMS=max(dims, halves * least), BLOCK_SIZE=block_size,
+                BLOCK_M=queries, BLOCK_N=tile.keys, SHORT=short, IN_CHUNKS=in_chunks,
                 LONGEST_CHUNK=LONGEST_CHUNK, CHUNKS=CHUNKS,
                 KEY_DOT=TYPES[_in_halves(dot, cache.key)],
                 VALUE_DOT=TYPES[dot if cache.value.dtype == torch.uint8 else _in_halves(dot, cache.value)],

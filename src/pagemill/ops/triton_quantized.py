@@ -2,7 +2,7 @@
 
 Activations stay as they are. Products are exact, their sums are in float32, and nothing is rounded but these: an output
 differs from the exact one by what additions in float32 lose. How a row is computed follows from the number of rows
-alone: one row, up to 16, up to 64, or more (`FORMS`). Between forms last bits differ; within one, other rows change
+alone: one row, up to 16, up to 64, or more (`forms_of`). Between forms last bits differ; within one, other rows change
 none.
 
 Nothing here waits for the device, and a CUDA graph may hold all of it.
@@ -22,7 +22,7 @@ from pagemill.ops.triton_ops import TritonOps
 from pagemill.ops.triton_quantized_kernels import multiply_row, multiply_rows
 from pagemill.triton_launch import TYPES, launcher
 
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 """Raised whenever the kernels' arithmetic, forms, tiles or parts change: stored K/V of other bits must not be found."""
 MAGIC = 0x4B000000
 ROW_OUTPUTS, ROW_CHUNKS, ROW_WARPS = 4, 128, 4
@@ -49,11 +49,23 @@ class Form(NamedTuple):
 FORMS = (Form(16, 64, 16, 4, 4, True), Form(64, 64, 64, 4, 3, True), Form(None, 128, 64, 8, 3, False))
 SCALAR_FORMS = (Form(16, 32, 16, 4, 1, True), Form(None, 32, 16, 4, 1, False))
 """Where products take no matrix units, every operand takes a register."""
+HOPPER_FORMS = (Form(16, 32, 16, 4, 4, True), Form(64, 32, 64, 4, 3, True), Form(None, 64, 64, 2, 3, False))
+HOPPER_COLUMNS = 32
+"""Where products take so many columns at a time, as those of 8 bits in groups of 32 and of halves of 64, tiles of x
+have rows of 64 bytes in shared memory. Triton 3.6 and 3.7 multiply such wrongly by Hopper's own instructions, for which
+HOPPER_FORMS have too few outputs or warps."""
 
 
-def form_of(tokens: int, matrix_units: bool) -> Form:
+def forms_of(capability: tuple[int, int], dtype: torch.dtype, columns: int) -> tuple[Form, ...]:
+    """Returns the forms of products with x of a dtype, so many columns at a time."""
+    if capability < (8, 0) or dtype == torch.float32:  # Triton takes no matrix units
+        return SCALAR_FORMS
+    return HOPPER_FORMS if capability[0] == 9 and columns == HOPPER_COLUMNS else FORMS
+
+
+def form_of(tokens: int, forms: tuple[Form, ...]) -> Form:
     """Returns the form of so many rows, two at least."""
-    return next(form for form in (FORMS if matrix_units else SCALAR_FORMS) if form.rows is None or tokens <= form.rows)
+    return next(form for form in forms if form.rows is None or tokens <= form.rows)
 
 
 def parts_of(form: Form, out_features: int, units: int) -> int:
@@ -66,7 +78,7 @@ def parts_of(form: Form, out_features: int, units: int) -> int:
 class NarrowLinear:
     """A linear layer whose weight stays as narrow as it was stored.
 
-    bias: fp32. dtype: of `rows`. capability: the GPU's; below 8.0 Triton takes no matrix units.
+    bias: fp32. dtype: of `rows`. capability: the GPU's.
     """
 
     def __init__(
@@ -76,7 +88,7 @@ class NarrowLinear:
         self.bias = None if bias is None else bias.to(weight.codes.device, torch.float32)
         self.out_features, self.in_features = len(weight.codes), weight.columns
         self.nbytes = weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-        self._matrix_units = capability >= (8, 0)
+        self._capability = capability
         self._pointers = _pointers(weight, self.bias)
         self._sizes = weight.codes.shape[1] // 16, weight.scale.fine.shape[1]
         """Chunks of 16 bytes, and scales, of a row."""
@@ -108,9 +120,10 @@ class NarrowLinear:
 
     def _multiply_rows(self, x: Tensor, y: Tensor) -> None:
         tokens, weight = len(x), self.weight
-        form = form_of(tokens, self._matrix_units and x.dtype != torch.float32)
+        in_byte = 1 if weight.kind in ("int8", "float8") else 2
+        form = form_of(tokens, forms_of(self._capability, x.dtype, weight.unit // in_byte))
         chunks, groups = self._sizes
-        units = chunks * (16 if weight.kind in ("int8", "float8") else 32) // weight.unit
+        units = chunks * 16 * in_byte // weight.unit
         of_part = -(-units // parts_of(form, self.out_features, units))
         count = -(-units // of_part)
         parts = torch.empty(count, *y.shape, device=x.device) if count > 1 else None
