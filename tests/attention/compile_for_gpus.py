@@ -49,6 +49,7 @@ class Case(NamedTuple):
 FEW = [
     (75, Case(torch.float16, "float16", 64)),
     (90, Case(torch.bfloat16, "int4", 64, group=16)),
+    (90, Case(torch.bfloat16, "bfloat16", 128, group=48)),
     (100, Case(torch.bfloat16, "int4", 64, limited=True)),
 ]
 
@@ -62,6 +63,8 @@ def usual_cases(capability: int) -> Iterator[tuple[int, Case]]:
             for head_dim in (64, 96, 128, 256):
                 yield capability, Case(element, format, head_dim)
             yield capability, Case(element, format, 128, limited=True)
+        if capability >= 80 and element != torch.float32:  # without matrix units no tile of so many queries is small
+            yield capability, Case(element, name, 128, group=48)
 
 
 def launch(capability: int, case: Case) -> None:

@@ -274,7 +274,11 @@ class TritonAttention:
         return self._counted[2]
 
     def _form(self, query: Tensor, cache: LayerCache, rests: bool) -> _Form:
-        """Returns how such queries are attended over such a cache. rests: with remainders."""
+        """Returns how such queries are attended over such a cache. rests: with remainders.
+
+        Tiles of more queries than `long_tile` or `short_tile` says, since so many heads share a KV head, take 8 warps:
+        fewer would have too few registers.
+        """
         (kv_heads, block_size, head_dim), heads, dot = cache.block_shape, query.shape[1], _dot(query, cache)
         matrix_units, size = self._major >= 8 and dot != torch.float32, heads // kv_heads
         packed = torch.uint8 in (cache.key.dtype, cache.value.dtype)
@@ -299,7 +303,7 @@ class TritonAttention:
                 KEY_AS=READ_AS[cache.key.dtype], VALUE_AS=READ_AS[cache.value.dtype],
                 PACKED=self._packed, NATIVE=self._native_e4m3,
                 TOGETHER=together, ALIKE=cache.strides[:4] == cache.strides[4:8],
-                num_warps=tile.warps, num_stages=tile.stages, **self._options,
+                num_warps=tile.warps if at_least <= tile.queries else 8, num_stages=tile.stages, **self._options,
             )  # fmt: skip
 
         return _Form(
