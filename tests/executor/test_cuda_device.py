@@ -22,43 +22,75 @@ class FakeGraph:
 
 
 class FakeStream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def wait_stream(self, other: FakeStream) -> None:
         pass
 
 
 class FakeCuda:
-    """Holds the current stream, memory that torch keeps, and pools of graphs by whether one of theirs was captured."""
+    """Holds a thread's GPU, each one's current stream, which GPUs have a context, memory that torch keeps, and pools of
+    graphs by whether one of theirs was captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.default = self.current = FakeStream()
+        self.gpus = [torch.device("cuda", index) for index in range(2)]
+        self.at, self.contexts = self.gpus[0], set()
+        self.current = {gpu: FakeStream(gpu) for gpu in self.gpus}
+        self.defaults = [*self.current.values()]
         self.cached, self.free, self.total = 300, 500, 1000
         self.fails: Exception | None = None
         self.pools: list[Any] = []
-        for name in ("graph", "stream", "empty_cache", "mem_get_info", "graph_pool_handle", "synchronize"):
+        for name in (
+            "device", "set_device", "stream", "graph", "graph_pool_handle",
+            "empty_cache", "mem_get_info", "synchronize",
+        ):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.at.index)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current.__getitem__)
+
+    def set_device(self, device: torch.device) -> None:
+        """Makes a context."""
+        self.at = device
+        self.contexts.add(device)
 
     @contextmanager
-    def stream(self, stream: FakeStream) -> Any:
-        before, self.current = self.current, stream
+    def device(self, device: torch.device) -> Any:
+        """Makes no context where it goes back to."""
+        before = self.at
+        self.set_device(device)
         try:
             yield
         finally:
-            self.current = before
+            self.at = before
+
+    def _set_stream(self, stream: FakeStream) -> None:
+        self.set_device(stream.device)
+        self.current[stream.device] = stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Any:
+        there, here = self.current[stream.device], self.current[self.at]
+        self._set_stream(stream)
+        try:
+            yield
+        finally:
+            self._set_stream(there)
+            self._set_stream(here)
 
     @contextmanager
     def graph(self, graph: FakeGraph, pool: object, stream: FakeStream, capture_error_mode: str) -> Any:
         assert capture_error_mode == "thread_local"
-        before, self.current = self.current, stream
+        before = self.current[stream.device]
+        self._set_stream(stream)
         graph.held = pool
         self.pools.append(pool)
         yield
         if self.fails is not None:
             raise self.fails  # when the capture ends, before the stream is put back
-        self.current = before
+        self._set_stream(before)
 
     def synchronize(self, device: torch.device) -> None:
         pass
@@ -87,13 +119,25 @@ def test_a_capture_that_fails_leaves_computations_their_stream(cuda: FakeCuda) -
     cuda.fails = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     with pytest.raises(RuntimeError, match="during capture"):
         accelerator.capture(lambda: torch.zeros(1))
-    assert accelerator.compute is cuda.default
+    assert accelerator.compute is cuda.defaults[0]
+
+
+def test_only_the_gpu_in_use_has_a_context(cuda: FakeCuda) -> None:
+    accelerator = CudaDevice(cuda.gpus[1])
+    assert cuda.at == cuda.gpus[1]
+    cuda.at = cuda.gpus[0]  # as in another thread
+    with accelerator.use(accelerator.stream()):
+        assert cuda.at == cuda.gpus[1]
+    accelerator.capture(lambda: torch.zeros(1))
+    assert cuda.at == cuda.gpus[0]
+    assert accelerator.compute is cuda.defaults[1]
+    assert cuda.contexts == {cuda.gpus[1]}
 
 
 def test_graphs_share_memory_until_all_of_them_have_ended(cuda: FakeCuda) -> None:
     accelerator = device()
     graphs = [accelerator.capture(lambda: torch.zeros(1)).graph for _ in range(2)]
-    assert accelerator.compute is cuda.default
+    assert accelerator.compute is cuda.defaults[0]
     assert cuda.pools[0] is cuda.pools[1]
     del graphs[0]
     graphs.append(accelerator.capture(lambda: torch.zeros(1)).graph)

@@ -49,11 +49,12 @@ class Device(DeviceStreams, Protocol):
 
 
 class CudaDevice(CudaStreams):
-    """Implements `Device` by torch.cuda. Computations run in the stream that is current when they are asked for, as
-    those of the pool's frames do."""
+    """Implements `Device` by torch.cuda, and makes the GPU the current one of the thread that makes it. Computations
+    run in the stream that is current when they are asked for, as those of the pool's frames do."""
 
     def __init__(self, where: torch.device) -> None:
         super().__init__(where)
+        torch.cuda.set_device(self.where)  # else each kernel that is started goes there and back
         self._captures = self.stream()
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         """Graphs that are alive. They share their memory: one runs at a time, and what it leaves is copied before the
@@ -62,7 +63,7 @@ class CudaDevice(CudaStreams):
     def capture(self, run: Callable[[], Tensor]) -> Captured:
         compute, captures = self.compute, self._captures
         captures.wait_stream(compute)
-        with torch.cuda.stream(captures):
+        with self.use(captures):
             run()  # compiles kernels, and lets libraries choose theirs: neither can be captured
         compute.wait_stream(captures)
         self.synchronize()
@@ -71,7 +72,7 @@ class CudaDevice(CudaStreams):
         # Where a capture fails, `torch.cuda.graph` leaves its stream the current one: this one comes back in any case.
         # Other threads copy blocks meanwhile, which an error mode for all of them would forbid.
         with (
-            torch.cuda.stream(compute),
+            self.use(compute),
             torch.cuda.graph(graph, pool=pool, stream=captures, capture_error_mode="thread_local"),
         ):
             result = run()

@@ -75,7 +75,6 @@ HardwareOf = Callable[[Start], Hardware]
 def _hardware(start: Start) -> Hardware:
     if not start.on_device:
         return Hardware(start.config, None, None)
-    torch.cuda.set_device(start.rank)
     return Hardware(config_of_rank(start.config, start.rank), None, CudaDevice(torch.device("cuda", start.rank)))
 
 
@@ -127,7 +126,7 @@ def main(control: Connection, frames: Connection, shared: int | None = None, *, 
         worker = DeviceWorker(device, share, config, Together(sharding.sums, told.agree))
         told.meanwhile = worker.look
     gc.freeze()
-    threading.Thread(target=_serve_frames, args=(worker, frames, told), daemon=True, name="frames").start()
+    threading.Thread(target=_serve_frames, args=(worker, frames, told, device), daemon=True, name="frames").start()
     control.send(share.backend.attention.name)
     while True:
         message = told.next()
@@ -225,9 +224,11 @@ def _step(worker: Worker, message: Step) -> Any:
     return NO_ANSWER if errors is None else errors.first
 
 
-def _serve_frames(worker: Worker, connection: Connection, told: Told) -> None:
+def _serve_frames(worker: Worker, connection: Connection, told: Told, device: Device | None) -> None:
     """Reads and writes frames until rank 0 is gone; then the process ends."""
     try:
+        if isinstance(device, CudaDevice):
+            torch.cuda.set_device(device.where)  # each thread has its own
         while True:
             message = connection.recv()
             if isinstance(message, ReadFrames | WriteFrames):

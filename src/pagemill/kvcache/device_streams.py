@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -106,9 +107,11 @@ class CudaStreams:
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
 
-    def use(self, stream: Stream) -> AbstractContextManager[object]:
-        assert isinstance(stream, torch.cuda.Stream)
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def use(self, stream: Any) -> Iterator[None]:
+        # At its end, a stream's context goes back to the thread's GPU, the first one, and makes a context there.
+        with torch.cuda.device(self.where), torch.cuda.stream(stream):
+            yield
 
     def pinned(self, nbytes: int) -> Tensor:
         with torch.cuda.device(self.where):  # else a thread's first call makes a context on the first GPU
@@ -129,7 +132,7 @@ class CudaStreams:
                 param="kv_host_memory",
             ) from error
         tensor = torch.from_numpy(memory)
-        weakref.finalize(tensor.untyped_storage(), _unpin, memory)
+        weakref.finalize(tensor.untyped_storage(), _unpin, memory, self.where)
         return tensor
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -139,5 +142,6 @@ class CudaStreams:
         torch.cuda.synchronize(self.where)
 
 
-def _unpin(memory: NDArray[np.uint8]) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
+def _unpin(memory: NDArray[np.uint8], where: torch.device) -> None:
+    with torch.cuda.device(where):
+        torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
