@@ -170,6 +170,18 @@ def test_products_with_integers(form: str, rows: int, dtype: torch.dtype) -> Non
     check(linear, parts, weight.dense(), torch.randn(rows, 256).to(dtype))
 
 
+@pytest.mark.parametrize("rows", ROWS[:2])
+def test_scales_and_lows_have_blocks_of_one_size(rows: int) -> None:
+    """Scales would do with one number in fp16 for all columns; lows need two."""
+    weight = affine("Q4_K", 9, 512)
+    weight.scale[:, 8:] = weight.scale[:, :8]
+    packed = pack_affine(weight)
+    assert packed.scale.coarse.shape == packed.low.coarse.shape == (9, 2)
+    assert torch.equal(packed.dense(), weight.dense())
+    parts = 15 * weight.scale.abs() + weight.low.abs()
+    check(layer(packed), parts.repeat_interleave(32, dim=1), weight.dense(), torch.randn(rows, 512))
+
+
 @pytest.mark.parametrize("columns", [96, 672])
 def test_odd_sizes(columns: int) -> None:
     """Groups of 32 in an odd number, and parts of which the last is short."""

@@ -119,12 +119,14 @@ def pack_affine(weight: AffineWeight) -> PackedWeight:
     codes, top = (values, None) if kind == "int8" else _nibbles(values, unit, kind == "int6")
     zero = _zeros(scale, low)
     if zero is None:
-        return PackedWeight(kind, columns, codes, _narrowest(scale), group, unit, top, low=_narrowest(low))
+        scales, lows = _narrowest(scale, low)
+        return PackedWeight(kind, columns, codes, scales, group, unit, top, low=lows)
     used = scale != 0
     origin = int(zero[used][0]) if used.any() else 0
     alike = bool((zero == origin).logical_or(~used).all())
     zeros = None if alike else zero.to(torch.uint8)
-    return PackedWeight(kind, columns, codes, _narrowest(scale), group, unit, top, zeros, origin=origin if alike else 0)
+    (scales,) = _narrowest(scale)
+    return PackedWeight(kind, columns, codes, scales, group, unit, top, zeros, origin=origin if alike else 0)
 
 
 def pack_quantized(weight: QuantizedWeight) -> PackedWeight:
@@ -166,8 +168,15 @@ def _zeros(scale: Tensor, low: Tensor) -> Tensor | None:
     return zero if bool(sound.all()) else None
 
 
-def _narrowest(numbers: Tensor) -> Numbers:
-    return _in_16_bits(numbers) or _two_levels(numbers) or Numbers(numbers)
+def _narrowest(*parts: Tensor) -> list[Numbers]:
+    """Returns parts [rows, groups] in the fewest bits that hold them. Those of two levels have blocks of one size, as
+    the kernels take them: 16 groups, as in Q6_K, or 8, as in Q4_K and Q5_K."""
+    ways: list[list[Numbers]] = []
+    for count in (16, 8):
+        ways.append([_in_16_bits(part) or _in_blocks(part, count) or Numbers(part) for part in parts])
+        if all(numbers.fine.dtype != torch.float32 for numbers in ways[-1]):
+            break
+    return min(ways, key=lambda way: sum(numbers.nbytes for numbers in way))
 
 
 def _in_16_bits(numbers: Tensor) -> Numbers | None:
@@ -177,15 +186,11 @@ def _in_16_bits(numbers: Tensor) -> Numbers | None:
     return None
 
 
-def _two_levels(numbers: Tensor) -> Numbers | None:
-    """Returns numbers [rows, groups] as integers of 8 bits times a number in fp16 for each 16 or 8, as Q6_K, Q4_K and
-    Q5_K have them; None unless all are such."""
-    counts = (count for count in (16, 8) if numbers.shape[1] % count == 0)
-    return next((found for count in counts if (found := _in_blocks(numbers, count))), None)
-
-
 def _in_blocks(numbers: Tensor, count: int) -> Numbers | None:
-    """Returns the two levels of blocks of `count`. A block's largest is `most` times its fp16: every one is tried."""
+    """Returns numbers as integers of 8 bits times a number in fp16 for each `count`; None unless all are such. The
+    largest of a block is `most` times its fp16: every one is tried."""
+    if numbers.shape[1] % count:
+        return None
     if len(numbers) > SAMPLE and _in_blocks(numbers[:SAMPLE], count) is None:
         return None
     blocks = numbers.view(len(numbers), -1, count)
