@@ -336,6 +336,19 @@ def test_a_pool_grows_no_further_than_the_card_and_keeps_its_size(driver) -> Non
     pool.resize(most)
 
 
+def test_host_memory_that_cannot_be_pinned_is_told_as_such(driver, monkeypatch, caplog) -> None:
+    """It is asked for before any of the card's."""
+
+    def refuse(self: Mapped, nbytes: int) -> torch.Tensor:
+        assert driver.free_bytes == CARD
+        raise KVMemoryError("it cannot be pinned", param="kv_host_memory")
+
+    monkeypatch.setattr(Mapped, "pinned_whole", refuse)
+    with pytest.raises(KVMemoryError, match="it cannot be pinned"):
+        pool_of(driver, streamed=4)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("streamed", [0, 4])
 @pytest.mark.parametrize("why", ["no room", "no driver", "a driver that fails"])
 def test_a_pool_without_a_driver_keeps_its_memory(driver, monkeypatch, caplog, streamed, why) -> None:

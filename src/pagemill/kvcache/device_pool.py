@@ -72,7 +72,7 @@ class DevicePool:
                 self._open(layout, streamed_frames, streamed_folder)
                 break
             except KVMemoryError as error:
-                if self.capacity == num_frames:
+                if self.capacity == num_frames or error.param == "kv_host_memory":
                     raise
                 if streams is not None:
                     what = "the KV pool on %s keeps its memory, and cannot grow: %s"

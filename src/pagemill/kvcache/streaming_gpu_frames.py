@@ -54,12 +54,12 @@ class StreamingGpuFrames(GpuFrames):
         parts: Parts,
         filled: int | None = None,
     ) -> None:
+        self._memory = streams.pinned_whole(streamed * parts.places * parts.nbytes).view(parts.places, -1)
+        """uint8 [places, streamed frames * part bytes]: neighbours' parts are brought with one copy."""
         super().__init__(1, frames, frame_bytes, streams, room_of(streamed, parts), filled)
         self._first = frames
         self._all = frames + streamed
         self._parts = parts
-        self._memory = streams.pinned_whole(streamed * parts.places * parts.nbytes).view(parts.places, -1)
-        """uint8 [places, streamed frames * part bytes]: neighbours' parts are brought with one copy."""
         self._outside: NDArray[np.uint8] = self._memory.numpy().reshape(parts.places, streamed, parts.nbytes)
         self._bus = streams.stream()
         self._brought: Event | None = None
