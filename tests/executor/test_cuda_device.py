@@ -41,11 +41,15 @@ class FakeCuda:
         self.cached, self.free, self.total = 300, 500, 1000
         self.fails: Exception | None = None
         self.pools: list[Any] = []
+        self.recording: list[Any] = []
+        self.released: list[Any] = []
         for name in (
             "device", "set_device", "stream", "graph", "graph_pool_handle",
             "empty_cache", "mem_get_info", "synchronize",
         ):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr("torch._C._cuda_endAllocateToPool", self.end)
+        monkeypatch.setattr("torch._C._cuda_releasePool", lambda _, pool: self.released.append(pool))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
         monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.at.index)
@@ -87,10 +91,19 @@ class FakeCuda:
         self._set_stream(stream)
         graph.held = pool
         self.pools.append(pool)
-        yield
-        if self.fails is not None:
-            raise self.fails  # when the capture ends, before the stream is put back
-        self._set_stream(before)
+        self.recording.append(pool)
+        try:
+            yield
+        finally:
+            if self.fails is not None:
+                raise self.fails  # when the capture ends, before the stream is put back
+            self.end(0, pool)
+            self._set_stream(before)
+
+    def end(self, index: int, pool: object) -> None:
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.remove(pool)
 
     def synchronize(self, device: torch.device) -> None:
         pass
@@ -120,6 +133,20 @@ def test_a_capture_that_fails_leaves_computations_their_stream(cuda: FakeCuda) -
     with pytest.raises(RuntimeError, match="during capture"):
         accelerator.capture(lambda: torch.zeros(1))
     assert accelerator.compute is cuda.defaults[0]
+    assert not cuda.recording
+    assert cuda.released == cuda.pools
+
+
+def test_a_step_that_fails_in_a_capture_leaves_its_memory_to_torch(cuda: FakeCuda) -> None:
+    def run() -> torch.Tensor:
+        if cuda.recording:
+            raise torch.OutOfMemoryError("no memory")
+        return torch.zeros(1)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        device().capture(run)
+    assert not cuda.recording
+    assert not cuda.released
 
 
 def test_only_the_gpu_in_use_has_a_context(cuda: FakeCuda) -> None:

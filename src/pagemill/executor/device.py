@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -71,11 +72,19 @@ class CudaDevice(CudaStreams):
         pool = torch.cuda.graph_pool_handle() if alive is None else alive.pool()
         # Where a capture fails, `torch.cuda.graph` leaves its stream the current one: this one comes back in any case.
         # Other threads copy blocks meanwhile, which an error mode for all of them would forbid.
-        with (
-            self.use(compute),
-            torch.cuda.graph(graph, pool=pool, stream=captures, capture_error_mode="thread_local"),
-        ):
-            result = run()
+        try:
+            with (
+                self.use(compute),
+                torch.cuda.graph(graph, pool=pool, stream=captures, capture_error_mode="thread_local"),
+            ):
+                result = run()
+        except BaseException:
+            # One that CUDA has invalidated is not ended for torch's allocator, which would give no memory back until
+            # then. It raises RuntimeError where it was ended. Not every torch has these functions.
+            with suppress(AttributeError, RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.where.index, pool)  # noqa: SLF001
+                torch._C._cuda_releasePool(self.where.index, pool)  # noqa: SLF001
+            raise
         self._graphs.add(graph)
         return Captured(graph, result, max(0, before - self.memory().free))
 
