@@ -15,8 +15,9 @@ from core.drive import request
 from pagemill.config import EngineConfig
 from pagemill.executor import graphs
 from pagemill.executor.backend import torch_backend
-from pagemill.executor.graphs import batch_sizes, context_lengths
+from pagemill.executor.graphs import Graphs, Shape, batch_sizes, context_lengths
 from pagemill.executor.load import open_executor
+from pagemill.executor.staging import Place
 from pagemill.models.rope import AngleTable
 from pagemill.sampling.params import SamplingParams
 
@@ -82,6 +83,21 @@ def test_a_device_that_cannot_capture_runs_steps_one_by_one_and_says_so_once(sma
         "decode steps run without CUDA graphs, more slowly: CUDA error: operation not permitted when stream is "
         "capturing"
     ]
+
+
+@pytest.mark.parametrize(("error", "again"), [(RuntimeError("no"), False), (torch.OutOfMemoryError("no"), True)])
+def test_what_could_not_be_captured_is_tried_again_only_where_memory_was_missing(device, monkeypatch, error, again):
+    def refuse(run):
+        raise error
+
+    monkeypatch.setattr(device, "capture", refuse)
+    captured, shape = Graphs(device, lambda *_: torch.zeros(1), 1, 32), Shape(1, 1, 5, 1, False, False, False)
+    for found in (True, again):
+        wanted = [captured.padded(shape) for _ in range(2)]
+        assert [each is not None for each in wanted] == [False, found]
+        if found:
+            captured.run(torch.zeros(8, dtype=torch.uint8), [Place(0, 8, torch.int64)], wanted[1])
+        captured.clear()
 
 
 def test_a_step_that_waits_cannot_be_captured(small_model, device, monkeypatch, caplog):

@@ -114,7 +114,8 @@ class Graphs:
         self._short: set[Shape] = set()
         """Shapes whose capture had too little memory: they are not tried again."""
         self._bytes = 0
-        self._full = False
+        self._full = self._fails = False
+        """Whether no more are captured, and whether that is for good: a capture has failed, and not for memory."""
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -178,12 +179,12 @@ class Graphs:
 
     def clear(self) -> None:
         """Gives up all graphs, and their memory. Nothing may be running. Later steps are captured again as they come
-        up."""
+        up, if they can be."""
         self._captured.clear()
         self._seen.clear()
         self._short.clear()
         self._bytes = 0
-        self._full = False
+        self._full = self._fails
 
     def _has_room(self) -> bool:
         """Returns whether one more step is to be captured; False from then on for all."""
@@ -220,6 +221,7 @@ class Graphs:
                 self._short.add(shape)
                 logger.warning("decode steps of %d rows have too little memory for a graph: %s", shape.tokens, error)
             else:
-                self._full = True
+                # Of several devices, the others do not know why: all try again, or none.
+                self._full, self._fails = True, self._agree is None
                 logger.warning("decode steps run without CUDA graphs, more slowly: %s", error)
             return None
