@@ -51,12 +51,10 @@ class Limit(NamedTuple):
     rows: int
 
 
-FORMS = {
-    8: (Form(1, 4, 1024, 4, 1, 512), Form(16, 64, 128, 4, 4, 512), Form(64, 128, 64, 4, 3, 512)),
-    9: (Form(1, 4, 1024, 4, 1, 1), Form(32, 64, 256, 4, 4, 1, tiles=True)),
-}
+SMALL_FORMS = (Form(1, 4, 1024, 4, 1, 512), Form(16, 64, 128, 4, 4, 512), Form(64, 128, 64, 4, 3, 512))
+FORMS = {8: SMALL_FORMS, 9: (Form(1, 4, 1024, 4, 1, 1), Form(32, 64, 256, 4, 4, 1, tiles=True)), 12: SMALL_FORMS}
 """By the first part of the compute capability: higher ones take the highest, lower ones nothing. In ascending order.
-Those without LIMITS are run by benchmarks alone, to find them."""
+Those without LIMITS are run by benchmarks alone, to find them. GPUs of 12 have as little shared memory as some of 8."""
 LIMITS: dict[int, tuple[Limit, ...]] = {9: (Limit(1 << 20, 32),)}
 """By the first part of the compute capability, in ascending order of outputs; larger layers take nothing to Triton."""
 
