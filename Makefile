@@ -87,13 +87,7 @@ test-gpu: $(GPU_READY)  ## Run the GPU's tests on this machine's GPU within 8 mi
 	@$(GPU_RUN) -m benchmarks.gpu_report tests --minutes $(MINUTES) -- $(PYTEST_ARGS)
 
 compile-gpu: $(BUILT)  ## Compile all GPU kernels in the usual configurations, without a GPU, and state what each takes: many minutes for each capability (settings: CAPABILITIES)
-	@$(BIN)/python tests/attention/compile_for_gpus.py $(CAPABILITIES)
-	@$(BIN)/python tests/attention/compile_latents_for_gpus.py $(CAPABILITIES)
-	@$(BIN)/python tests/attention/compile_gather_for_gpus.py $(CAPABILITIES)
-	@$(BIN)/python tests/ops/compile_quantized_for_gpus.py $(CAPABILITIES)
-	@$(BIN)/python tests/ops/compile_linear_for_gpus.py $(CAPABILITIES)
-	@$(BIN)/python tests/ops/compile_for_gpus.py $(CAPABILITIES)
-	@$(BIN)/python tests/sampling/compile_for_gpus.py $(CAPABILITIES)
+	@set -e; for script in tests/*/compile*_for_gpus.py; do $(BIN)/python $$script $(CAPABILITIES); done
 
 test-minimum: wheel  ## Run tests of the HTTP server with the oldest versions that pyproject.toml allows of what it stands on (settings: PYTEST_ARGS)
 	@$(MODEL_READY)

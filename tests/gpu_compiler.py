@@ -46,7 +46,7 @@ def main(
     fits = True
     print("capability  kernel            registers  stack  shared  case")
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-        for capability, case in [each for one in capabilities for each in usual(one)] or few:
+        for capability, case in [each for one in capabilities for each in usual(one)] if capabilities else few:
             for name, kernel in _compiled(capability, lambda at=capability, what=case: launch(at, what)):
                 check(kernel.asm["ptx"])
                 registers, stack, shared = _resources(kernel)
