@@ -69,11 +69,12 @@ def _zeros(zero, row, group, groups, mask, ORIGIN: tl.constexpr):
 
 
 @triton.jit
-def _sum_of(
-    sums, product, x, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE: tl.constexpr,
-    BIAS: tl.constexpr = 1.0,
-):  # fmt: skip
-    """Returns sums [rows, places] and what the codes' product [rows, places, n] with x [places, n] adds to them."""
+def _sum_of(sums, product, x, factors, group, there, PER_COARSE: tl.constexpr, BIAS: tl.constexpr = 1.0):
+    """Returns sums [rows, places] and what the codes' product [rows, places, n] with x [places, n] adds to them.
+
+    factors: pointers to scales and lows, which rows they are of, and how many a row has.
+    """
+    scale, coarse_scale, low, coarse_low, row, groups = factors
     factor = _numbers(scale, coarse_scale, row, group, groups, there, PER_COARSE)
     if BIAS != 1.0:
         factor *= BIAS
@@ -85,7 +86,7 @@ def _sum_of(
 
 @triton.jit
 def _add_six_bits(
-    sums, x, codes, top, scale, coarse_scale, zero, low, coarse_low, place, row, chunk, there, columns, groups, magic,
+    sums, x, codes, top, zero, factors, place, row, chunk, there, columns, groups, magic,
     GROUP: tl.constexpr, PER_COARSE: tl.constexpr, ORIGIN: tl.constexpr,
 ):  # fmt: skip
     """Returns sums [rows, chunks] and what the units of 32 columns at `place` add, 8 columns of a shift at a time."""
@@ -106,9 +107,7 @@ def _add_six_bits(
         product = _of_bits(code, offset, magic) * x_first[None, :, :]
         code = ((last >> (4 * half)) & 15) | ((above >> (4 * half + 2)) & 48)
         product += _of_bits(code, offset, magic) * x_last[None, :, :]
-        sums = _sum_of(
-            sums, product, x_first + x_last, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE
-        )
+        sums = _sum_of(sums, product, x_first + x_last, factors, group, there, PER_COARSE)
     return sums
 
 
@@ -127,6 +126,7 @@ def multiply_row(
     inside = output < out_features
     row = output.to(tl.int64)[:, None]
     byte = tl.arange(0, 16)
+    factors = (scale, coarse_scale, low, coarse_low, row, groups)
     sums = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     for first in range(0, chunks, BLOCK_C):
         chunk = first + tl.arange(0, BLOCK_C)
@@ -134,8 +134,8 @@ def multiply_row(
         place = row * chunks + chunk[None, :]
         if KIND == "int6":
             sums = _add_six_bits(
-                sums, x, codes, top, scale, coarse_scale, zero, low, coarse_low, place, row, chunk, there, columns,
-                groups, magic, GROUP, PER_COARSE, ORIGIN,
+                sums, x, codes, top, zero, factors, place, row, chunk, there, columns, groups, magic,
+                GROUP, PER_COARSE, ORIGIN,
             )  # fmt: skip
         else:
             at = (place * 16)[:, :, None] + byte[None, None, :]
@@ -151,10 +151,8 @@ def multiply_row(
             else:
                 lower = packed & 15 if KIND == "int4" else packed
                 product = _of_bits(lower, offset if zero is None else offset[:, :, None], magic) * part[None, :, :]
-            sums = _sum_of(
-                sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE,
-                FP8_HALF_BIAS if KIND == "float8" else 1.0,
-            )  # fmt: skip
+            BIAS: tl.constexpr = FP8_HALF_BIAS if KIND == "float8" else 1.0
+            sums = _sum_of(sums, product, part, factors, group, there, PER_COARSE, BIAS)
             if KIND == "int4":
                 column += UNIT // 2
                 part = tl.load(x + column, column < columns, other=0).to(tl.float32)
@@ -164,9 +162,7 @@ def multiply_row(
                 offset = offset * 16  # the upper halves stay where they are, 16 times as much
                 upper = _of_bits(packed & 240, offset if zero is None else offset[:, :, None], magic)
                 product = upper * (part * SIXTEENTH)[None, :, :]
-                sums = _sum_of(
-                    sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, there, PER_COARSE
-                )
+                sums = _sum_of(sums, product, part, factors, group, there, PER_COARSE)
     total = tl.sum(sums, 1)
     if bias is not None:
         total += tl.load(bias + output, inside, other=0)
@@ -174,10 +170,10 @@ def multiply_row(
 
 
 @triton.jit
-def _scaled(
-    sums, product, x, scale, coarse_scale, low, coarse_low, row, group, groups, inside, PER_COARSE: tl.constexpr
-):
-    """Returns sums [outputs, tokens] and a group's product of codes, scaled, and what its lows add."""
+def _scaled(sums, product, x, factors, group, inside, PER_COARSE: tl.constexpr):
+    """Returns sums [outputs, tokens] and a group's product of codes, scaled, and what its lows add. factors: see
+    `_sum_of`."""
+    scale, coarse_scale, low, coarse_low, row, groups = factors
     sums += product * _numbers(scale, coarse_scale, row, group, groups, inside, PER_COARSE)[:, None]
     if low is not None:
         lows = _numbers(low, coarse_low, row, group, groups, inside, PER_COARSE)
@@ -209,6 +205,7 @@ def multiply_rows(
     token = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside, here = output < out_features, token < tokens
     row = output.to(tl.int64)
+    factors = (scale, coarse_scale, low, coarse_low, row, groups)
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = tl.program_id(2) * units_of_part
     for unit in range(first, tl.minimum(first + units_of_part, units)):
@@ -226,9 +223,7 @@ def multiply_rows(
             product = tl.dot(weight, part, input_precision="ieee")
             if KIND == "float8":
                 product *= FP8_BIAS
-            sums = _scaled(
-                sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, inside, PER_COARSE
-            )
+            sums = _scaled(sums, product, part, factors, group, inside, PER_COARSE)
         else:
             HALF: tl.constexpr = UNIT // 2
             byte = tl.arange(0, HALF)
@@ -244,9 +239,7 @@ def multiply_rows(
             part = _tile_of_x(x, token, x_token, begin, columns, here, HALF, DOT)
             product = tl.dot(weight, part, input_precision="ieee")
             if HALF >= GROUP:
-                sums = _scaled(
-                    sums, product, part, scale, coarse_scale, low, coarse_low, row, group, groups, inside, PER_COARSE
-                )
+                sums = _scaled(sums, product, part, factors, group, inside, PER_COARSE)
                 group = (begin + HALF) // GROUP
                 offset = _zeros(zero, row, group, groups, inside, ORIGIN)
                 product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -255,9 +248,7 @@ def multiply_rows(
             product = tl.dot(weight, other, product, input_precision="ieee")
             if HALF < GROUP:
                 other = part.to(tl.float32) + other.to(tl.float32)
-            sums = _scaled(
-                sums, product, other, scale, coarse_scale, low, coarse_low, row, group, groups, inside, PER_COARSE
-            )
+            sums = _scaled(sums, product, other, factors, group, inside, PER_COARSE)
     written = inside[:, None] & here[None, :]
     if parts is None:
         if bias is not None:
