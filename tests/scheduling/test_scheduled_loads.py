@@ -79,3 +79,24 @@ def test_no_store_is_asked_while_there_is_no_room_beside_the_cached_blocks_that_
     assert (bench.scheduler.num_running, bench.tier.asked) == (1, asked)
     bench.run()
     assert bench.outputs["again", 0] == expected(again, 0)
+
+
+def test_a_context_that_streams_loads_what_the_pool_and_the_streamed_frames_have_lost():
+    """What it needs of the pool is counted with the blocks that it has found there."""
+    bench = Bench(frames=24, budget=16, lower=60, tier=1)
+    assert bench.tier is not None
+    bench.tier.random.random = lambda: 0.0  # type: ignore[method-assign]
+    document = [1, 2, 3, 4] * 40 + [9]
+    bench.scheduler.add(make_request("first", document, 1))
+    bench.run()
+    bench.scheduler.add(make_request("other", [30 + i % 7 for i in range(21)], 1))
+    bench.run()
+    bench.scheduler.add(make_request("runs", [40] * 8, 20, ignore_eos=True))
+    for _ in range(2):
+        bench.step()
+    arrived = bench.tier.arrived
+    again = make_request("again", document, 2, ignore_eos=True)
+    bench.scheduler.add(again)
+    bench.run()
+    assert bench.tier.arrived > arrived
+    assert bench.outputs["again", 0] == expected(again, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_bench import Bench, expected, make_request
+from scheduler_bench import Bench, expected, make_request, make_search
 
 from pagemill.errors import KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.namespace import Namespace
@@ -230,3 +230,19 @@ def test_nobody_finds_what_only_a_sequence_had_whose_logits_are_not_finite():
     bench.scheduler.add(make_request("again", prompt, 1))
     bench.run_steps()
     assert bench.scheduler.prefix_hit_tokens == 8
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_nobody_finds_what_only_beams_had_whose_logits_are_not_finite(failing):
+    bench = Bench(frames=60, budget=64)
+    search = make_search("search", range(1, 20), 12, 3)
+    bench.scheduler.add(search)
+    for _ in range(6):
+        bench.step()
+    beams = bench.scheduler.state.running
+    digests = list(beams[0].digests)
+    assert (len(beams), bench.memory.peek(digests, search.root)) == (3, len(digests))
+    bench.device.not_finite.update(beam.row for beam in beams[:failing])
+    bench.step()
+    assert bench.reasons["search", 0] == "error"
+    assert bench.memory.peek(digests, search.root) == 0

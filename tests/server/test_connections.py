@@ -106,11 +106,15 @@ def test_a_head_that_does_not_come_ends_the_connection(beginning):
         assert 0.2 < time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
 @pytest.mark.parametrize(("length", "answer"), [(15 << 10, b"200"), (17 << 10, b"400")])
-def test_a_head_that_comes_at_once_has_the_same_limit(length, answer):
+def test_a_head_that_comes_at_once_has_the_same_limit(length, answer, method):
     with listening() as (port, _), connect(port) as connection:
-        connection.sendall(HEAD + b"X-Long: " + b"x" * length + b"\r\nConnection: close\r\n\r\n")
+        beginning = HEAD.replace(b"GET", method) + b"X-Long: " + b"x" * length
+        connection.sendall(beginning + b"\r\nConnection: close\r\n\r\n")
+        began = time.monotonic()
         assert read_all(connection).split()[1] == answer
+        assert time.monotonic() - began < 5
 
 
 def test_a_head_that_comes_byte_by_byte_has_no_more_time():

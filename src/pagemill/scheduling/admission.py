@@ -63,6 +63,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
                 continue
             if not guaranteed and _lacks_room_still(state, sequence, tenant):
                 state.crowded = True
+                lacks_rows = lacks_rows or state.batch.num_free < sequence.num_rows
                 passed.add(tenant)
                 continue
             if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):

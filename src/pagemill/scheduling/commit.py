@@ -147,8 +147,8 @@ class Commits:
 
         Others that hold blocks of theirs go on, and are distrusted too if their own logits turn out so.
         """
-        failing = {entries[at].sequence for at, why in failed.items() if isinstance(why, NonFiniteLogitsError)}
-        ending = [one for one in failing for one in (one.group.beams if one.group else [one])]
+        failing = [entries[at].sequence for at, why in failed.items() if isinstance(why, NonFiniteLogitsError)]
+        ending = {one for each in failing for one in (each.group.beams if each.group else [each])}
         tables = [one.table for one in ending if one.table is not None]
         tables += [branch.table for one in ending for branch in one.branches]
         if tables:

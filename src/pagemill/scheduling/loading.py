@@ -85,9 +85,10 @@ class Loading:
         def room() -> int:
             return max(0, min(memory.available(tenant) - headroom, tenant.room))
 
-        cached = memory.count_cached(sequence.digests[:found], request.root)
-        least = wanted(found) if least_resident is None else min(wanted(found), least_resident)
-        if least > room() - cached:  # the load is about to hold these
+        least = wanted(found) + memory.count_cached(sequence.digests[:found], request.root)  # it would hold these too
+        if least_resident is not None:
+            least = min(least, least_resident)
+        if least > room():
             return None
         digests = sequence.digests[:last]
         if self._missed and (missed := next((digest for digest in digests[found:] if digest in self._missed), None)):

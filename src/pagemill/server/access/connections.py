@@ -123,7 +123,7 @@ class _Counted(h11.Connection):
         if isinstance(event, h11.Request):
             size = len(event.target) + sum(len(name) + len(value) for name, value in event.headers)
             if size > MAX_HEAD_BYTES:
-                raise h11.RemoteProtocolError(f"the head has {size} bytes or more", error_status_hint=431)
+                raise h11.RemoteProtocolError(f"the head has {size} bytes or more")
         return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
@@ -207,6 +207,11 @@ class Connection(H11Protocol):
         super().connection_made(secured)
         for data in early or ():
             self.data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        with contextlib.suppress(h11.LocalProtocolError):  # an answer to HEAD has no body
+            super().send_400_response(msg)
+        self.transport.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
