@@ -92,13 +92,17 @@ def arguments_of(cls: type) -> dict[str, Argument]:
 
 
 def check_fields(instance: Any, error: type[PagemillError]) -> None:
-    """Checks all fields of a dataclass against their types and limits; integers become floats where those are declared.
+    """Checks all fields of a dataclass against their types and limits; integers become floats where those are declared,
+    and numbers of NumPy and torch Python's own.
 
     Raises `error`, which names the value, the limit and the way out.
     """
     cls: Any = type(instance)
     try:
-        checked = msgspec.convert(vars(instance), _checker(cls))
+        try:
+            checked = msgspec.convert(vars(instance), _checker(cls))
+        except (msgspec.ValidationError, UnicodeEncodeError):
+            checked = msgspec.convert(_with_own_numbers(vars(instance)), _checker(cls))
     except (msgspec.ValidationError, UnicodeEncodeError) as wrong:
         place = re.search(r"`\$\.(\w+)", str(wrong))
         name = _not_unicode(vars(instance)) if place is None else place[1]
@@ -121,6 +125,15 @@ def as_list(value: Any) -> Any:
     if callable(getattr(value, "tolist", None)) and getattr(value, "ndim", None):
         return value.tolist()
     return value
+
+
+def _with_own_numbers(value: Any) -> Any:
+    """Returns a value with Python's own numbers in the place of NumPy's and torch's, in lists and dicts too."""
+    if isinstance(value, dict):
+        return {_with_own_numbers(key): _with_own_numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_own_numbers(each) for each in value]
+    return value.item() if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)) else value
 
 
 def suggest_arguments(cls: type[T]) -> type[T]:

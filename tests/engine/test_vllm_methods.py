@@ -1,13 +1,16 @@
 """Methods of vLLM's LLM and AsyncLLM beside generation: sleep, a fresh prefix cache, defaults, metrics, chat."""
 
 import asyncio
+import io
+import typing
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
 
 from pagemill import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
-from pagemill.errors import InvalidRequestError
+from pagemill.errors import InvalidRequestError, UnknownArgumentError
 from pagemill.frontend.metrics import metrics_of
 from pagemill.server.routes.metrics import Metrics
 
@@ -136,3 +139,33 @@ def test_async_engines_have_them_too():
             return "".join(texts)
 
     assert "capital" in asyncio.run(run())
+
+
+def test_a_bar_may_be_made_by_the_caller(llm):
+    made = []
+
+    def bar(**how):
+        made.append(tqdm(**how, file=io.StringIO()))
+        return made[-1]
+
+    llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=bar)
+    assert [(each.total, each.n) for each in made] == [(2, 2)]
+
+
+def test_a_misspelt_option_of_chat_is_refused_and_a_templates_own_may_be_unknown(llm):
+    messages, one = [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1, temperature=0)
+    with pytest.raises(UnknownArgumentError, match="the chat template has no argument 'cache_slat'"):
+        llm.chat(messages, one, cache_slat="x")
+    llm.chat(messages, one, chat_template_kwargs={"enable_thinking": False})
+
+
+def test_hints_of_types_can_be_resolved():
+    for method in (LLM.generate, LLM.chat, LLM.embed, LLM.beam_search):
+        assert "return" in typing.get_type_hints(method)
+
+
+def test_without_stderr_an_engine_starts_and_answers(llm, monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    settings = {"max_model_len": 64, "kv_memory": "4MiB", "max_num_seqs": 2}
+    with LLM("smollm2-135m", **settings) as other:
+        assert other.generate(["a"], SamplingParams(max_tokens=1))[0].outputs[0].token_ids

@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -167,3 +169,18 @@ def test_travels_between_processes(params):
 def test_imports_no_torch():
     code = "import sys, pagemill.sampling.params; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.5),
+        max_tokens=torch.tensor(3),
+        stop_token_ids=[np.int64(5)],
+        logit_bias={np.int64(7): np.float32(1.0)},
+    )
+    plain = SamplingParams(temperature=0.5, top_p=0.5, max_tokens=3, stop_token_ids=[5], logit_bias={7: 1.0})
+    assert params == plain
+    assert type(params.temperature) is float
+    with pytest.raises(SamplingParamsError, match="max_tokens is"):
+        SamplingParams(max_tokens=np.float64(1.5))

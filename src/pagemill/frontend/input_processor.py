@@ -28,7 +28,7 @@ from pagemill.text.tokenizer import Tokenizer, check_unicode
 if TYPE_CHECKING:
     from pagemill.sampling.grammar import GrammarChecker
 
-Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict: `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `"cache_salt"`.
 
 Where a dict has both, the ids count and the text is only kept for the output. With `{"prompt": text, "suffix": text}`
@@ -85,7 +85,7 @@ class InputProcessor:
         now. adapter: the number of a loaded LoRA adapter. ends: of a fork, those of its origin. Raises
         `InvalidRequestError` or one of its children.
         """
-        if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        if not isinstance(priority, Integral) or abs(priority) > MAX_PRIORITY:
             raise errors.InvalidRequestError(
                 f"priority is {shown(priority)}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
                 param="priority",
@@ -120,7 +120,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             params=params,
             arrival_s=time.monotonic() if arrival_s is None else arrival_s,
-            priority=priority,
+            priority=int(priority),
             cache_salt=salt,
             beam=beam,
             pooling=pooling,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
@@ -41,6 +41,9 @@ from pagemill.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Bar: TypeAlias = bool | Callable[..., Any]
+"""Says whether a progress bar is shown, or makes one of the arguments that `tqdm` takes."""
+
 
 def not_served(name: str, reason: str) -> Callable[..., NoReturn]:
     """Returns a method of vLLM's `LLM` that is not served here: it raises `InvalidRequestError` with the reason."""
@@ -68,7 +71,8 @@ class LLM:
         self.config.model = str(resolve_model(self.config.model))
         tokenizer = Tokenizer.load(self.config)
         store = SessionStore.of(self.config)
-        with tqdm(desc="Loading weights", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        hidden = True if sys.stderr is None else None  # a process may have been started without it
+        with tqdm(desc="Loading weights", unit="B", unit_scale=True, leave=False, disable=hidden) as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total = total
@@ -77,7 +81,8 @@ class LLM:
             self.client = InlineClient(self.config, progress)
         name, tenants = Path(self.config.model).stem, self.config.tenants
         self.frontend = Frontend(self.client, tokenizer, store, name, Inline(), tenants)
-        sys.stderr.write(f"pagemill: {self.client.facts.description}\n")
+        if sys.stderr is not None:
+            sys.stderr.write(f"pagemill: {self.client.facts.description}\n")
 
     @takes_fixed(OF_CALLS, InvalidRequestError)
     @suggest_keywords
@@ -86,7 +91,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = DEFAULT_TENANT,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -118,7 +123,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: Bar = False,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = DEFAULT_TENANT,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -154,7 +159,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = DEFAULT_TENANT,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -184,7 +189,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = DEFAULT_TENANT,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -313,17 +318,17 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, requests: list[RequestState], use_tqdm: bool = False) -> list[RequestOutput]:
+    def _run(self, requests: list[RequestState], use_tqdm: Bar = False) -> list[RequestOutput]:
         """Runs requests that have been prepared to their end. Another thread's run is waited for."""
         with self.client.lock:
             return self._run_alone(requests, use_tqdm)
 
-    def _run_alone(self, requests: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
+    def _run_alone(self, requests: list[RequestState], use_tqdm: Bar) -> list[RequestOutput]:
         core, generated = self.client.core, 0
         try:
             with (
                 _interrupts_after_steps() as interrupted,
-                tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
+                _bar(use_tqdm, len(requests)) as bar,
             ):
                 for request in requests:
                     self.frontend.start(request)
@@ -345,6 +350,19 @@ class LLM:
         finally:
             for request in requests:
                 self.frontend.release(request)
+
+
+def _bar(use_tqdm: Bar, count: int) -> Any:
+    """Returns a bar for so many prompts. Raises `InvalidRequestError` where `use_tqdm` makes none."""
+    make, hidden = use_tqdm if callable(use_tqdm) else tqdm, not use_tqdm or sys.stderr is None
+    try:
+        return make(total=count, desc="Processed prompts", unit="prompt", disable=hidden)
+    except Exception as error:
+        raise InvalidRequestError(
+            f"use_tqdm is {shown(use_tqdm)}, which makes no bar: {error}; give True, False, or what tqdm's arguments "
+            f"make a bar of",
+            param="use_tqdm",
+        ) from error
 
 
 @contextlib.contextmanager

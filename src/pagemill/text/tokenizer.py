@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import tokenizers
 
-from pagemill.errors import ConfigError, InvalidRequestError, ModelLoadError, TokenizerError, shown
+from pagemill.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelLoadError,
+    TokenizerError,
+    UnknownArgumentError,
+    shown,
+)
 from pagemill.hub.resolve import resolve_model
 from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.chat_template import ChatTemplate
@@ -178,17 +185,20 @@ class Tokenizer:
 
         chat_template: Jinja source, or the name of one of the model's own. Options: `add_generation_prompt` (default
         True), `continue_final_message`, `tools`, `documents`, and what the template itself knows (`enable_thinking`,
-        …), which `chat_template_kwargs` may hold too. Raises `TokenizerError` if the model has no template, or a broken
-        one; `InvalidRequestError` if it, or what the caller gave, refuses these messages, or does not read the tools or
-        documents that are given.
+        …). `chat_template_kwargs` may hold these too, and others. Raises `UnknownArgumentError` for an option that the
+        template does not know; `TokenizerError` if the model has no template, or a broken one; `InvalidRequestError` if
+        it, or what the caller gave, refuses these messages, or does not read the tools or documents that are given.
         """
         if not isinstance(chat_template, (str, type(None))):
             raise InvalidRequestError(
                 f"chat_template is {shown(chat_template)}; it must be Jinja source, or a name of one",
                 param="chat_template",
             )
-        options |= _own_variables(chat_template_kwargs)
-        return self._compiled(chat_template, options.get("tools") is not None).render(messages, **options)
+        compiled = self._compiled(chat_template, options.get("tools") is not None)
+        known = OPTIONS | compiled.reads
+        for name in options.keys() - known:
+            raise UnknownArgumentError.of("the chat template", name, known)
+        return compiled.render(messages, **options | _own_variables(chat_template_kwargs))
 
     def check_chat_template(self) -> None:
         """Raises `TokenizerError` if the chat template does not parse, or if there is none."""
