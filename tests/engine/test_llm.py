@@ -355,6 +355,34 @@ def test_ctrl_c_ends_the_call_and_gives_everything_back(llm):
     assert llm.generate("good", GREEDY, use_tqdm=False)[0].finished
 
 
+def test_what_a_signals_handler_raises_in_a_step_is_not_lost(llm, monkeypatch):
+    """Within a step it is taken for a fault, and the step runs again."""
+    step, ran = llm.client.core.executor.submit, []
+
+    def submit(plan):
+        ran.append(plan.step)
+        if len(ran) == 3:
+            signal.raise_signal(signal.SIGALRM)
+        return step(plan)
+
+    def late(*_):
+        raise TimeoutError("late")
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.client.core.executor, "submit", submit)
+            with pytest.raises(TimeoutError, match="late"):
+                llm.generate(["a", "b"], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+        assert signal.getsignal(signal.SIGALRM) is late
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(ran) < 10
+    stats = llm.stats()
+    assert (stats.running, stats.waiting, stats.frames_active) == (0, 0, 0)
+    assert llm.generate("good", GREEDY, use_tqdm=False)[0].finished
+
+
 def test_truth_values_are_no_token_ids(llm):
     with pytest.raises(errors.InvalidRequestError, match=r"must be a list of integers, not \[True, 5\]"):
         llm.generate([[True, 5]], GREEDY, use_tqdm=False)

@@ -327,7 +327,7 @@ class LLM:
         core, generated = self.client.core, 0
         try:
             with (
-                _interrupts_after_steps() as interrupted,
+                _raised_by_signals() as raised,
                 _bar(use_tqdm, len(requests)) as bar,
             ):
                 for request in requests:
@@ -341,8 +341,8 @@ class LLM:
                         elapsed = bar.format_dict["elapsed"] or 1e-9
                         bar.set_postfix_str(f"{generated / elapsed:.1f} tokens/s", refresh=False)
                         bar.update(finished)
-                    if interrupted.is_set():
-                        raise KeyboardInterrupt
+                    if raised:
+                        raise raised[0]
             for request in requests:
                 if request.error is not None:
                     logger.warning("%s failed: %s", request.request_id, request.error)
@@ -366,27 +366,34 @@ def _bar(use_tqdm: Bar, count: int) -> Any:
 
 
 @contextlib.contextmanager
-def _interrupts_after_steps() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that it ends the loop between two steps, never in the middle of one.
+def _raised_by_signals() -> Iterator[list[BaseException]]:
+    """Gives what handlers of signals have raised, to be raised again between two steps: within one it may be taken for
+    a fault of the step. Ctrl-C, with Python's own handler, waits for the step's end.
 
-    Only where Ctrl-C would raise `KeyboardInterrupt`: in the main thread, with Python's own handler.
+    Only in the main thread, where handlers run.
     """
-    interrupted = threading.Event()
+    raised: list[BaseException] = []
 
-    def remember(_: int, __: FrameType | None) -> None:
-        interrupted.set()
+    def keep(number: int, frame: FrameType | None) -> None:
+        handler = handlers[number]
+        try:
+            handler(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            if handler is not signal.default_int_handler:
+                raise
 
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if ours:
-        signal.signal(signal.SIGINT, remember)
+    known = signal.valid_signals() if threading.current_thread() is threading.main_thread() else ()
+    handlers: dict[int, Callable[..., Any]] = {
+        number: handler for number in known if callable(handler := signal.getsignal(number))
+    }
+    for number in handlers:
+        signal.signal(number, keep)
     try:
-        yield interrupted
+        yield raised
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _each(count: int, priority: Any, tenant: Any, lora_request: Any) -> list[dict[str, Any]]:
