@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -205,13 +205,13 @@ def give_way(evictable: Mapping[Owner, int], borrowed: Callable[[Owner], int], w
     def given(level: int) -> int:
         return sum(min(count, max(0, has - level)) for has, count in above)
 
-    levels = range(min(has - count for has, count in above), above[0][0])
-    level = levels[bisect_right(levels, -wanted, key=lambda each: -given(each)) - 1]
-    surplus, giving = given(level) - wanted, dict[Owner, int]()
-    for each, (has, count) in reversed([*zip(owners, above, strict=True)]):
+    levels = range(min(has - count for has, count in above), above[0][0] + 1)
+    level = levels[bisect_left(levels, True, key=lambda each: given(each) < wanted)]
+    left, giving = wanted - given(level), dict[Owner, int]()
+    for each, (has, count) in zip(owners, above, strict=True):
         amount = min(count, max(0, has - level))
-        if surplus and 0 < has - level <= count:
-            amount, surplus = amount - 1, surplus - 1
+        if left and has >= level and amount < count:
+            amount, left = amount + 1, left - 1
         if amount:
             giving[each] = amount
-    return dict(reversed(giving.items()))
+    return giving

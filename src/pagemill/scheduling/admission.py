@@ -54,18 +54,15 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             guaranteed = _is_guaranteed(state, sequence, tenant)
             if not tenant.may_run(sequence.num_rows):
                 limited.append(tenant)
-                passed.add(tenant)
-                continue
+                break
             beyond_part = lacks_rows and tenant.rows + sequence.num_rows > state.tenants.row_part
             full = state.crowded or len(state.running) >= state.controller.max_running
             if full and (not guaranteed or beyond_part):
-                passed.add(tenant)
-                continue
+                break
             if not guaranteed and _lacks_room_still(state, sequence, tenant):
                 state.crowded = True
                 lacks_rows = lacks_rows or state.batch.num_free < sequence.num_rows
-                passed.add(tenant)
-                continue
+                break
             if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):
                 state.waiting.pop(tenant)
                 continue
@@ -84,7 +81,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             elif limit is Limit.POOL and not state.put_off:
                 again = state.batch.steps + LOOK_AGAIN
                 state.refused = Refused(sequence, again, state.memory.available(tenant.account))
-            passed.add(tenant)
+            break
     if limited:
         state.waiting.level(limited)
     for tenant in state.tenants:

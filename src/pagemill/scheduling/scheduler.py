@@ -263,8 +263,9 @@ class Scheduler:
         To be called where nothing can run, and nothing is under way that would change that.
         """
         waiting = self.state.waiting
-        turn = [one for tenant in waiting.turns()[:1] if (one := waiting.first(tenant))]
-        return [update for one in turn or self.sequences() for update in self._commits.fail(one, error, now)]
+        turns = waiting.turns()
+        ending = [first] if turns and (first := waiting.first(turns[0])) else self.sequences()
+        return [update for one in ending for update in self._commits.fail(one, error, now)]
 
     # Sizes
 
