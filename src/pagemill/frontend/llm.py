@@ -326,10 +326,7 @@ class LLM:
     def _run_alone(self, requests: list[RequestState], use_tqdm: Bar) -> list[RequestOutput]:
         core, generated = self.client.core, 0
         try:
-            with (
-                _raised_by_signals() as raised,
-                _bar(use_tqdm, len(requests)) as bar,
-            ):
+            with _raised_by_signals() as raised, _bar(use_tqdm, len(requests)) as bar:
                 for request in requests:
                     self.frontend.start(request)
                 while core.has_work():

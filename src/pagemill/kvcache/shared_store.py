@@ -242,7 +242,7 @@ class SharedStore:
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
         tenant, content = path.parent.parent / _TENANT_FILE, name.tenant.encode()
-        if not tenant.exists() or tenant.read_bytes() != content:
+        if _content(tenant) != content:
             self._write_whole(tenant, [content], used_s)
         self._write_whole(path, [head_of(name, record), record.tobytes()], used_s)
 
@@ -327,12 +327,15 @@ class SharedStore:
 
     def _path(self, name: BlockName) -> Path:
         digest = name.digest.hex()
-        return (
-            self.folder
-            / _folder_of(name.tenant)
-            / digest[:2]
-            / f"{digest}-{name.parent.hex()}-{name.group}-{name.depth}"
-        )
+        file = f"{digest}-{name.parent.hex()}-{name.group}-{name.depth}"
+        return self.folder / _folder_of(name.tenant) / digest[:2] / file
+
+
+def _content(path: Path) -> bytes | None:
+    """Returns what a file holds; None if there is none."""
+    with suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
 
 
 def _folder_of(tenant: str) -> str:

@@ -32,7 +32,7 @@ from pagemill.server.protocol.tools import (
 from pagemill.text.chat_template import BETWEEN_TEXTS, without_content
 
 LEFT_IN = CACHE_MARKS | {"provider_specific_fields"}
-"""What clients put into messages, and what means nothing here."""
+"""Fields that clients put into messages, and that mean nothing here."""
 
 
 class TextPart(Body):
@@ -278,9 +278,14 @@ class ChatCompletionRequest(GenerationRequest):
             return 0
         return 1 if self.parallel_tool_calls is False else None
 
+    @property
+    def offers_tools(self) -> bool:
+        """Returns whether there are tools that may be called."""
+        return bool(self.tools) and self.tool_choice != "none"
+
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """Returns the tools as chat templates take them; None if there are none that may be called."""
-        return [tool.for_template() for tool in self.tools or ()] or None if self.tool_choice != "none" else None
+        return [tool.for_template() for tool in self.tools or ()] if self.offers_tools else None
 
     def for_template(self) -> list[dict[str, Any]]:
         """Returns the conversation as chat templates take it."""

@@ -194,7 +194,7 @@ class ChatCall(Call[ChatCompletionRequest]):
 def options_for(answers: AnswerFormats, request: ChatCompletionRequest) -> dict[str, Any]:
     """Returns what the chat template is given beside messages and tools. Raises `InvalidRequestError` for what it does
     not read, and for tools that the model does not take."""
-    if request.tools_for_template():
+    if request.offers_tools:
         answers.check_tool_calls()
     own = request.chat_template_kwargs or {}
     answers.check_options(own)
