@@ -82,7 +82,7 @@ def test_no_store_is_asked_while_there_is_no_room_beside_the_cached_blocks_that_
 
 
 def test_a_context_that_streams_loads_what_the_pool_and_the_streamed_frames_have_lost():
-    """What it needs of the pool is counted with the blocks that it has found there."""
+    """The blocks that it has found in the pool are part of what it needs there, and count once."""
     bench = Bench(frames=24, budget=16, lower=60, tier=1)
     assert bench.tier is not None
     bench.tier.random.random = lambda: 0.0  # type: ignore[method-assign]

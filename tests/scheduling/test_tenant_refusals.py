@@ -39,7 +39,7 @@ def test_what_can_never_fit_its_tenants_limits_is_refused_at_once(limits, n, mes
 
 @pytest.mark.parametrize(("n", "longest"), [(1, 41), (2, 25), (3, 17)])
 def test_without_max_tokens_all_sequences_of_a_request_end_at_its_tenants_limit(n, longest):
-    """Of a prompt of 10 tokens, two blocks of four are shared; the last token needs no place."""
+    """They share two blocks of the prompt's 10 tokens, four in each; the last token needs no place."""
     bench = bench_of({"a": TenantLimits(max_blocks_per_request=10)}, frames=20, block_size=SIZE, max_num_seqs=4)
     request = make_request("open", [1] * 10, 80, n=n, tenant="a", ignore_eos=True)
     request.params.max_tokens = None

@@ -115,7 +115,8 @@ class Graphs:
         """Shapes whose capture had too little memory: they are not tried again."""
         self._bytes = 0
         self._full = self._fails = False
-        """Whether no more are captured, and whether that is for good: a capture has failed, and not for memory."""
+        """`_full` says that no more steps are captured, `_fails` that this is for good: a capture has failed, and not
+        for memory."""
 
     def __len__(self) -> int:
         return len(self._captured)

@@ -28,7 +28,7 @@ from pagemill.memory.work import BlockName, Load, Save
 logger = logging.getLogger(__name__)
 
 THREADS = 4
-"""That read what loads bring, and as many again that fetch it."""
+"""Threads that read blocks from tiers, and as many more that fetch them from other engines."""
 BATCH_BYTES = 16 << 20
 """The size of the pieces that a save is cut into."""
 LEAST_PIECE_BYTES, PIECE_BYTES = 4 << 20, (32 << 20) - 4096

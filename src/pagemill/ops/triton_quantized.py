@@ -51,9 +51,9 @@ SCALAR_FORMS = (Form(16, 32, 16, 4, 1, True), Form(None, 32, 16, 4, 1, False))
 """Where products take no matrix units, every operand takes a register."""
 HOPPER_FORMS = (Form(16, 32, 16, 4, 4, True), Form(64, 32, 64, 4, 3, True), Form(None, 64, 64, 2, 3, False))
 HOPPER_COLUMNS = 32
-"""Where products take so many columns at a time, as those of 8 bits in groups of 32 and of halves of 64, tiles of x
-have rows of 64 bytes in shared memory. Triton 3.6 and 3.7 multiply such wrongly by Hopper's own instructions, for which
-HOPPER_FORMS have too few outputs or warps."""
+"""Products that take so many columns at a time have tiles of x whose rows have 64 bytes in shared memory: those of 8
+bits in groups of 32, and of halves of 64. Triton 3.6 and 3.7 multiply such tiles wrongly by Hopper's own instructions,
+for which HOPPER_FORMS have too few outputs or warps."""
 
 
 def forms_of(capability: tuple[int, int], dtype: torch.dtype, columns: int) -> tuple[Form, ...]:

@@ -30,8 +30,8 @@ class CallPart:
 
 
 @dataclass(slots=True)
-class TextPart:
-    """What is new of a text: content, or reasoning."""
+class TextPiece:
+    """Holds what is new of a text: content, or reasoning."""
 
     text: str = ""
     reasoning: bool = False
@@ -41,16 +41,16 @@ class TextPart:
 class AnswerPart:
     """Holds what is new of an answer, or all, in the order in which it was written."""
 
-    pieces: list[TextPart | CallPart]
+    pieces: list[TextPiece | CallPart]
 
     @property
     def content(self) -> str:
         """Returns all content, without what stands between."""
-        return "".join([piece.text for piece in self.pieces if isinstance(piece, TextPart) and not piece.reasoning])
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, TextPiece) and not piece.reasoning])
 
     @property
     def reasoning(self) -> str:
-        return "".join([piece.text for piece in self.pieces if isinstance(piece, TextPart) and piece.reasoning])
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, TextPiece) and piece.reasoning])
 
     @property
     def calls(self) -> list[CallPart]:
@@ -90,11 +90,11 @@ class AnswerReader:
         begins = (*tool_calls.begin, *tool_calls.around) if tool_calls else ()
         self._begins = self._marks = Marks(*begins)
         self._broken = Marks(*begins, tool_calls.end if tool_calls else "")
-        """What is looked for behind a call that went wrong, and left out."""
-        self._pieces: list[TextPart | CallPart] = []
-        """What is new."""
+        """Marks that are left out behind a call that went wrong."""
+        self._pieces: list[TextPiece | CallPart] = []
+        """Pieces that are new since the last part was given."""
         self._texts: list[str] = []
-        """What is to be added to the last piece."""
+        """Texts that are to be added to the last piece."""
         self._space: list[str] = []
         """White space that is content only if other content follows it."""
         self._streaming = False
@@ -129,7 +129,7 @@ class AnswerReader:
         news, self._pieces = AnswerPart(self._pieces), []
         return news
 
-    def _begin_piece(self, piece: TextPart | CallPart) -> None:
+    def _begin_piece(self, piece: TextPiece | CallPart) -> None:
         self._join()
         self._pieces.append(piece)
 
@@ -146,8 +146,8 @@ class AnswerReader:
 
     def _add_text(self, *texts: str, reasoning: bool = False) -> None:
         last = self._pieces[-1] if self._pieces else None
-        if not isinstance(last, TextPart) or last.reasoning != reasoning:
-            self._begin_piece(TextPart(reasoning=reasoning))
+        if not isinstance(last, TextPiece) or last.reasoning != reasoning:
+            self._begin_piece(TextPiece(reasoning=reasoning))
         self._texts += texts
 
     # --- what is heard of calls ---
