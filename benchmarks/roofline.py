@@ -226,11 +226,21 @@ def best_s(call: Callable[[], object]) -> float:
     return min(times)
 
 
+class Planned(NamedTuple):
+    """Copies what a step's work is counted from, after the run: counting takes as long as a short step."""
+
+    starts: NDArray[Any]
+    query_lens: NDArray[Any]
+    sample_from: NDArray[Any]
+    tables: list[NDArray[np.int32]]
+    """The rows' block tables, an array for each layer group."""
+
+
 class Recorder:
-    """Notes the work of every step that an engine runs, how long its parts and the noting took."""
+    """Notes the plan of every step that an engine runs, how long its parts and the noting took."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.steps: list[Step] = []
+        self._plans: list[Planned] = []
         self.spent_s = 0.0
         self._parts: dict[str, float] = defaultdict(float)
         self._decoder = core.executor.decoder
@@ -245,7 +255,7 @@ class Recorder:
         core.executor.run = self.run  # type: ignore[method-assign]
 
     def reset(self) -> None:
-        self.steps, self.spent_s = [], 0.0
+        self._plans, self.spent_s = [], 0.0
         self._parts.clear()
         self._operators = self._operator_seconds()
 
@@ -265,16 +275,22 @@ class Recorder:
 
     def run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
-        attended = kv_tokens = 0
-        for group, layers in enumerate(self._groups.groups):
-            tables = self._tables[group][plan.rows]
-            attended += len(layers.layers) * count_pairs(plan, layers.window)
-            kv_tokens += len(layers.layers) * self._distinct(tables, plan, layers.window)
-        self.steps.append(Step(plan.num_tokens, len(np.unique(plan.sample_from)), attended, kv_tokens))
+        tables = [of_group[plan.rows] for of_group in self._tables]
+        self._plans.append(Planned(plan.starts.copy(), plan.query_lens.copy(), plan.sample_from.copy(), tables))
         self.spent_s += time.perf_counter() - begin
         return self._run(plan)
 
-    def _distinct(self, tables: NDArray[np.int32], plan: StepPlan, window: int | None) -> int:
+    def steps(self) -> list[Step]:
+        return [self._count(planned) for planned in self._plans]
+
+    def _count(self, planned: Planned) -> Step:
+        attended = kv_tokens = 0
+        for layers, tables in zip(self._groups.groups, planned.tables, strict=True):
+            attended += len(layers.layers) * count_pairs(planned, layers.window)
+            kv_tokens += len(layers.layers) * self._distinct(tables, planned, layers.window)
+        return Step(int(planned.query_lens.sum()), len(np.unique(planned.sample_from)), attended, kv_tokens)
+
+    def _distinct(self, tables: NDArray[np.int32], plan: Planned, window: int | None) -> int:
         """Counts the tokens whose K/V the step attends in one layer, each slot once however many rows see it."""
         size = self._block_size
         ends = plan.starts + plan.query_lens
@@ -287,7 +303,7 @@ class Recorder:
         return int(most.sum())
 
 
-def count_pairs(plan: StepPlan, window: int | None) -> int:
+def count_pairs(plan: Planned, window: int | None) -> int:
     """Returns the number of (query token, key) pairs of one layer."""
     total = 0
     for start, length in zip(plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
@@ -305,7 +321,7 @@ def run_workload(engine: Engine, recorder: Recorder, workload: Workload) -> tupl
     got = [int(request["tokens"]) for request in requests]
     if got != workload.max_tokens:
         raise RuntimeError(f"{workload.name}: requests got {got} tokens instead of {workload.max_tokens}")
-    return wall, recorder.steps
+    return wall, recorder.steps()
 
 
 def main() -> None:
