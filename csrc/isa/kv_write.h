@@ -25,14 +25,11 @@ template <class S> INLINE void write_key_pairs(const S* from, bf16* to, int64_t 
 template <class S> INLINE void write_value_pairs(const S* even, const S* odd, bf16* to, int head_dim) {
     int d = 0;
     for (; d + W <= head_dim; d += W) {
-        bf16 first[W], second[W], lanes[2 * W];
+        bf16 first[W], second[W];
         store(first, load(even + d));
         store(second, load(odd + d));
-        for (int i = 0; i < W; ++i) {
-            lanes[2 * i] = first[i];
-            lanes[2 * i + 1] = second[i];
-        }
-        std::memcpy(to + 2 * d, lanes, sizeof lanes);
+        const Integers pairs = (Integers)load(first).v >> 16 | (Integers)load(second).v;
+        std::memcpy(to + 2 * d, &pairs, sizeof pairs);
     }
     for (; d < head_dim; ++d) {
         narrow_one(to + 2 * d, widen_one(even + d));
@@ -62,9 +59,9 @@ template <class T> INLINE void place_bytes(const T* bytes, int count, T* to, con
         for (int d = 0; d < count; ++d) to[d * cache.dim] = bytes[d];
 }
 
-// Where one head of a token's key or value lies as integers, and its scale.
-struct NarrowPlace { int64_t element, scale; };
-INLINE NarrowPlace narrow_place(const CacheView& cache, int block_size, int64_t slot, int head, bool is_key) {
+// Where one head of a token's key or value lies, and its scale.
+struct SlotPlace { int64_t element, scale; };
+INLINE SlotPlace slot_place(const CacheView& cache, int block_size, int64_t slot, int head, bool is_key) {
     const int64_t frame = slot / block_size, offset = slot % block_size, beside = is_key ? 1 : cache.beside;
     return {frame * cache.frame + head * cache.head + offset / beside * cache.token + offset % beside,
             frame * cache.scale_frame + head * cache.scale_head + offset};
@@ -74,7 +71,7 @@ INLINE NarrowPlace narrow_place(const CacheView& cache, int block_size, int64_t 
 // negative.
 template <class S> INLINE void write_narrow(const S* from, const CacheView& cache, const LayerCache& layer, bool is_key,
                                             int64_t slot, int64_t remainder_slot, int head) {
-    const NarrowPlace at = narrow_place(cache, layer.block_size, slot, head, is_key);
+    const SlotPlace at = slot_place(cache, layer.block_size, slot, head, is_key);
     if (cache.type == DType::i8) {
         int8_t bytes[kMostNarrowDims];
         ((float*)cache.scales)[at.scale] = quantize_int8(from, bytes, layer.head_dim);
@@ -84,13 +81,13 @@ template <class S> INLINE void write_narrow(const S* from, const CacheView& cach
     float wide[kMostNarrowDims];
     for (int d = 0; d < layer.head_dim; d += W) store(wide + d, load(from + d));
     if (is_key) rotate_head(wide, layer.head_dim);
-    const auto put = [&](const NarrowPlace& to) {
+    const auto put = [&](const SlotPlace& to) {
         uint8_t bytes[kMostNarrowDims / 2];
         quantize_int4(wide, bytes, layer.head_dim, is_key, (uint32_t*)cache.scales + to.scale, layer.block_size);
         place_bytes(bytes, layer.head_dim / 2, (uint8_t*)cache.data + to.element, cache, is_key);
     };
     put(at);
-    if (remainder_slot >= 0) put(narrow_place(cache, layer.block_size, remainder_slot, head, is_key));
+    if (remainder_slot >= 0) put(slot_place(cache, layer.block_size, remainder_slot, head, is_key));
 }
 
 // A token's key, and its value; where the token before or after it shares the value's pair, the first writes both.
@@ -143,12 +140,42 @@ void write_kv(const WriteArgs& args) {
     });
 }
 
+constexpr int64_t kSlotsInTask = 4;
+
+// Cuts tokens into tasks. Tokens of one sequence share lines, and stay together; those of many wait for a line of
+// memory for nearly every dimension of a key.
+INLINE int64_t tokens_in_task(const WriteArgs& write, int64_t row_elements) {
+    int64_t shared = 0;
+    for (int64_t token = 1; token < write.tokens; ++token) shared += write.slots[token] == write.slots[token - 1] + 1;
+    return 2 * shared < write.tokens ? kSlotsInTask : greater<int64_t>(1, kSerialElements / row_elements);
+}
+
+// Fetches the lines of a slot, unless it follows the slot of the token before. They go to the second-level cache: the
+// first has too few misses in flight for them.
+template <class T> INLINE void fetch_slot(const WriteArgs& write, int64_t token) {
+    const int64_t* slot = write.slots + token;
+    if (*slot < 0 || (token > 0 && *slot == slot[-1] + 1)) return;
+    for (int head = 0; head < write.cache.kv_heads; ++head)
+        for (const CacheView* cache : {&write.cache.key, &write.cache.value}) {
+            const bool is_key = cache == &write.cache.key;
+            const SlotPlace place = slot_place(*cache, write.cache.block_size, *slot, head, is_key);
+            const int64_t dims = cache->type == DType::u4 ? write.cache.head_dim / 2 : write.cache.head_dim;
+            // A key's dimensions lie apart, `beside` of them together; a value's lie in one piece.
+            const int64_t bytes = sizeof(T) * dims * (is_key ? cache->dim / cache->beside : cache->dim);
+            const int64_t stride = is_key ? cache->dim * sizeof(T) : 64;
+            const char* at = (const char*)cache->data + place.element * sizeof(T);
+            for (int64_t i = 0; i < bytes; i += stride) __builtin_prefetch(at + i, 0, 2);
+            if (cache->scales) __builtin_prefetch((const float*)cache->scales + place.scale, 0, 2);
+        }
+}
+
 void prepare_heads(const HeadsArgs& args) {
     const WriteArgs& write = args.write;
     const int64_t row = (args.heads + 2 * int64_t(write.cache.kv_heads)) * write.cache.head_dim;
+    const int64_t piece = tokens_in_task(write, row);
     with_type(write.type, [&]<class S>(S*) {
         with_written_type(write.cache.key.type, [&]<class T>(T*) {
-            for_rows(write.tokens, row, [&](int64_t token) {
+            const auto prepare = [&](int64_t token) __attribute__((always_inline)) {
                 S* at = (S*)args.qkv + token * row;
                 for (int head = 0; head < args.heads + write.cache.kv_heads; ++head, at += write.cache.head_dim) {
                     const float* norm = head < args.heads ? args.q_norm : args.k_norm;
@@ -157,7 +184,16 @@ void prepare_heads(const HeadsArgs& args) {
                     if (args.cos) rotate_head(at, args.cos + angle, args.sin + angle, args.half);
                 }
                 write_token<S, T>(write, token);
-            });
+            };
+            auto run = [&](int64_t task, int) {
+                const int64_t first = task * piece, end = lesser(write.tokens, first + piece);
+                fetch_slot<T>(write, first);
+                for (int64_t token = first; token < end; ++token) {
+                    if (token + 1 < end) fetch_slot<T>(write, token + 1);
+                    prepare(token);
+                }
+            };
+            parallel((write.tokens + piece - 1) / piece, run);
         });
     });
 }

@@ -26,12 +26,10 @@ struct alignas(64) TileGroup {
     void put(const int32_t (*from)[kGroupK], int height, int length) {
         for (int r = 0; r < height; ++r) {
             __m512i sum = _mm512_setzero_si512();
-            for (int i = 0; i < length; i += 16) {
-                const __m512i x = _mm512_load_si512(from[r] + i), above = _mm512_add_epi32(x, _mm512_set1_epi32(128));
-                int8_t* to = step[i / kStepK][2 * r] + i % kStepK;
-                sum = _mm512_add_epi32(sum, x);
-                _mm_store_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_srai_epi32(above, 8)));
-                _mm_store_si128((__m128i*)(to + kStepK), _mm512_cvtepi32_epi8(x));
+            for (int i = 0; i < length; i += kStepK) {
+                const Bytes bytes(from[r] + i, sum);
+                _mm512_store_si512(step[i / kStepK][2 * r], bytes.upper);
+                _mm512_store_si512(step[i / kStepK][2 * r + 1], bytes.lower);
             }
             correction[r] = -kRaised * _mm512_reduce_add_epi32(sum);
         }

@@ -36,9 +36,9 @@ struct alignas(64) TileGroup {
     void put(const int32_t (*from)[kGroupK], int height, int length) {
         int32_t* to = high;
         for (int r = 0; r < height; ++r) {
-            alignas(64) int8_t upper[kGroupK];
             has_high[r] = 0;
 #if defined(__aarch64__)
+            int8_t upper[kGroupK];
             correction[r] = 0;
             for (int i = 0; i < length; ++i) {
                 low[r][i] = int8_t(from[r][i]);
@@ -51,20 +51,15 @@ struct alignas(64) TileGroup {
                 }
 #else
             __m512i sum = _mm512_setzero_si512();
-            for (int i = 0; i < length; i += 16) {
-                const __m512i x = _mm512_load_si512(from[r] + i), above = _mm512_add_epi32(x, _mm512_set1_epi32(128));
-                sum = _mm512_add_epi32(sum, x);
-                _mm_store_si128((__m128i*)(low[r] + i), _mm512_cvtepi32_epi8(x));
-                _mm_store_si128((__m128i*)(upper + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(above, 8)));
-            }
-            correction[r] = -kRaised * _mm512_reduce_add_epi32(sum);
             for (int i = 0; i < length; i += kStepK) {
-                const __m512i bytes = _mm512_load_si512(upper + i);
-                const __mmask16 found = _mm512_test_epi32_mask(bytes, bytes);
+                const Bytes bytes(from[r] + i, sum);
+                _mm512_store_si512(low[r] + i, bytes.lower);
+                const __mmask16 found = _mm512_test_epi32_mask(bytes.upper, bytes.upper);
                 has_high[r] |= uint64_t(found) << i / 4;
-                _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(found, bytes));
+                _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(found, bytes.upper));
                 to += __builtin_popcount(found);
             }
+            correction[r] = -kRaised * _mm512_reduce_add_epi32(sum);
 #endif
         }
     }

@@ -33,6 +33,28 @@ template <class V> INLINE V load_as(const void* p) {
 }
 template <class V> INLINE void store_as(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 
+#if defined(__AVX512VNNI__)
+// The two bytes of each of a step's numbers of x, none beyond kMostX; adds the numbers to `sum`. They come in
+// registers: what was stored in pieces of 16 bytes cannot be loaded as 64 until all pieces have reached the cache.
+struct Bytes {
+    __m512i lower, upper;
+
+    Bytes(const int32_t* x, __m512i& sum) {
+        // Packing takes lanes of 128 bits, four numbers of each vector in turn.
+        const __m512i in_order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        const __m512i ones = _mm512_set1_epi16(1), half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
+        const __m512i a = _mm512_packs_epi32(_mm512_load_si512(x), _mm512_load_si512(x + 16)),
+                      b = _mm512_packs_epi32(_mm512_load_si512(x + 32), _mm512_load_si512(x + 48));
+        sum = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, a, ones), b, ones);
+        lower = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+        upper = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
+                                   _mm512_srai_epi16(_mm512_add_epi16(b, half), 8));
+        lower = _mm512_permutexvar_epi32(in_order, lower);
+        upper = _mm512_permutexvar_epi32(in_order, upper);
+    }
+};
+#endif
+
 // The next piece, which is fetched while this one is expanded and multiplied with: `stride` bytes at every turn, at
 // most two lines.
 struct NextPiece {
