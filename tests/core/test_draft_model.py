@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
@@ -18,7 +19,7 @@ from benchmarks.draft_pair import save_pair
 from drafted import LOAD, VOCAB, assert_same, of_pools, text
 from drive import drive, request
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config
 
 from eager_drafter import MOST, Eager
 from harness import PagedSequences
@@ -66,6 +67,28 @@ def make(pair):
         return EngineCore(EngineConfig(model=str(model), max_model_len=160, check_invariants=True, **settings))
 
     return make
+
+
+@pytest.mark.parametrize("max_model_len", [128, 512])
+def test_a_draft_model_turns_keys_as_the_model_does(max_model_len, tmp_path):
+    """Phi's two lists of RoPE factors are for contexts up to the trained length, and for longer ones."""
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 16, "long_factor": [1.0 + 2.0 * i for i in range(16)]}
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"hidden_size": 128}
+    config = Phi3Config(**sizes, original_max_position_embeddings=128, initializer_range=0.25, pad_token_id=0,
+                        rope_scaling={"rope_type": "longrope", **factors})  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": MOST}
+    core = EngineCore(
+        EngineConfig(model=str(tmp_path), dtype="float32", block_size=BLOCK, kv_memory="8MiB", target_tpot_ms="off",
+                     max_model_len=max_model_len, speculative_config=speculation)
+    )  # fmt: skip
+    core.scheduler.drafter = Eager()
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    drive(core, [request(str(i), [(7 * i + j * j) % 150 + 3 for j in range(30)], params) for i in range(4)])
+    stats = core.stats()
+    core.close()
+    assert stats.accepted_tokens == stats.draft_tokens > 40
 
 
 def watch_drafts(core: EngineCore) -> list[int]:

@@ -161,7 +161,9 @@ def test_drafts_from_other_answers_change_no_bit(plain, load, make_engine):
     stats = core.stats()
     assert stats.draft_source_requests == 3 * len(plain.tokens)
     assert stats.draft_source_tokens > 3 * sum(map(len, plain.tokens.values()))
-    assert core.reset_prefix_cache()
+    core.add_request(request("running", [5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True)))
+    core.step()
+    assert not core.reset_prefix_cache()
     assert core.stats().draft_source_tokens == core.stats().draft_source_requests == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -43,6 +44,19 @@ def structured(form, **more):
 
 def text_of(tokenizer, tokens):
     return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("sampled", [structured({"regex": "[a-z]{8,30}"}, max_tokens=8), SamplingParams(max_tokens=8)])
+def test_a_seed_gives_the_same_answers_however_long_grammars_take(make_engine, tokenizer, sampled, monkeypatch):
+    prompt, answers = tokenizer.encode(PROMPT), []
+    form = structured({"regex": "[a-z]{8,31}"}, max_tokens=8)
+    for waits in (0, 5):
+        core = make_engine(seed=7)
+        prepare, asked = core.executor.prepare, itertools.count()
+        monkeypatch.setattr(core.executor, "prepare", lambda *of: prepare(*of) and next(asked) >= waits)  # noqa: B023
+        answers.append(drive(core, [request("late", prompt, form), request("other", prompt, sampled)]).tokens)
+        core.close()
+    assert answers[0] == answers[1]
 
 
 @settings(max_examples=3, phases=[Phase.generate])  # to shrink a failure would take minutes

@@ -7,13 +7,16 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from small_llama import edit_config, edit_weights, load, logits, save_llama
 
 from pagemill.errors import ConfigError, ModelConfigError, UnknownArgumentError
+from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading import load as loading
 from pagemill.models.loading import open_checkpoint
+from pagemill.models.loading.checkpoint import fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,31 @@ def test_fingerprint(folder, copy):
     weight[3, 3] += 1
     edit_weights(copy, model__embed_tokens__weight=weight)
     assert load(copy).fingerprint != mark
+
+
+def test_fingerprints_tell_models_apart_by_any_tensor(tmp_path):
+    save_llama(tmp_path, num_hidden_layers=40)
+    checkpoint = open_checkpoint(tmp_path, {})
+    spec = find_family("llama", None).describe(ModelConfig(checkpoint.config), None)
+
+    def mark() -> bytes:
+        return fingerprint(checkpoint, spec, torch.float32)
+
+    marks = [mark()]
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        for name, info in checkpoint.tensors.items():
+            file.seek(info.begin)
+            kept = file.read(info.nbytes)
+            file.seek(info.begin)
+            file.write(np.random.default_rng(len(marks)).bytes(info.nbytes))
+            file.flush()
+            marks.append(mark())
+            assert marks[-1] != marks[0], name
+            file.seek(info.begin)
+            file.write(kept)
+        file.flush()
+    assert mark() == marks[0]
+    assert len(set(marks)) == len(marks)
 
 
 def test_max_model_len(folder):

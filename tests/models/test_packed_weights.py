@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import random
 import threading
@@ -98,6 +99,23 @@ def test_the_bits_are_those_without_it_and_the_model_is_not_read_again(save, how
     del store
     file.unlink()  # what is mapped stays
     assert torch.equal(logits(again), expected)
+
+
+def test_a_system_without_huge_pages_serves_as_well(tmp_path, store, monkeypatch, caplog):
+    class SmallPages(mmap.mmap):
+        def madvise(self, advice, *where):
+            if advice == mmap.MADV_HUGEPAGE:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            super().madvise(advice, *where)
+
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    path = save_llama(tmp_path / "model", vocab_size=4096, **SIZES)
+    expected = logits(load_on("cpu", path))
+    for _ in range(2):
+        assert torch.equal(logits(load_on("cpu", path, packed=store)), expected)
+    (file,) = store.root.iterdir()
+    assert store.mapped_bytes == 2 * file.stat().st_size
+    assert not caplog.messages
 
 
 def test_each_rank_has_its_own_part(folder, store):

@@ -123,6 +123,13 @@ def test_attention_of_a_mixture_of_experts_is_adapted(tmp_path):
         loader_of(model, ops).load(path, PLENTY)
 
 
+def test_how_training_began_matters_not(folders, tmp_path):
+    folder, shapes = folders["llama-bias"]
+    model, ops = load_torch(folder)
+    path = save_adapter(tmp_path, shapes, init_lora_weights="eva", eva_config={"rho": 2.0})
+    assert loader_of(model, ops).load(path, PLENTY).nbytes
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

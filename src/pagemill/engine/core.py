@@ -116,16 +116,15 @@ class EngineCore:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
             )
+        if request.seed is None and request.params.seed is None:
+            request.seed = self._random.getrandbits(63)  # here: requests may be prepared in any order
         if not self._preparing.keep(request):
             self._schedule(request)
 
     def _schedule(self, request: EngineRequest) -> None:
         """Hands a request to the scheduler. Raises as `add_request` does."""
-        seed = request.seed
-        if seed is None:
-            seed = self._random.getrandbits(63) if request.params.seed is None else 0
         root = self.root(request, self._adapters.digest(request.adapter))
-        asked = intake.scheduled(request, self.ready, seed=seed, root=root)
+        asked = intake.scheduled(request, self.ready, seed=request.seed or 0, root=root)
         try:
             self.scheduler.add(asked, request.fork_of)
         except TooFewBlocksError as error:
@@ -280,11 +279,11 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets the answers that drafts come from, and all cached blocks of the pool, which go nowhere. Returns False
-        while requests or pins hold blocks: then these, and all others, stay."""
+        while requests or pins hold blocks: then all blocks stay."""
         self._drain()
         self._save_evicted()
         done = self.memory.reset()
-        if done and (drafter := self.scheduler.drafter) is not None and drafter.answers is not None:
+        if (drafter := self.scheduler.drafter) is not None and drafter.answers is not None:
             drafter.answers.clear()
         return done
 

@@ -19,7 +19,8 @@ from pagemill.hub import resolve_model
 from pagemill.kvcache.kv_format import KVFormat
 from pagemill.kvcache.layer_groups import add_full_layers, group_layers
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
-from pagemill.models.loading import LoadedModel, load_model, open_checkpoint
+from pagemill.models.families import ModelConfig, find_family
+from pagemill.models.loading import LoadedModel, load_model, open_checkpoint, read_config
 from pagemill.models.loading.medusa import load_medusa
 from pagemill.models.spec import DecoderSpec
 from pagemill.speculative_config import SpeculativeConfig
@@ -87,10 +88,12 @@ def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedM
     """Loads a draft model, in the dtype of the model and quantized like it, unless it has no integers to keep. Raises
     as `load_model` does, and ConfigError for one that cannot draft for the model."""
     model, backend = share.model, share.backend
+    settings = read_config(path)
+    declared = find_family(settings["model_type"], settings.get("architectures")).describe(ModelConfig(settings), None)
     draft = load_model(
         path,
         dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=None,
+        max_model_len=min(model.max_model_len, declared.max_position),
         device=backend.device,
         ops=backend.ops,
         attention=backend.attention,

@@ -285,8 +285,8 @@ class LLM:
         return self.frontend.sleep.asleep
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks of the pool; those in lower tiers stay. Returns False, and does nothing, while pins
-        or requests hold blocks."""
+        """Forgets all cached blocks of the pool, and the answers that drafts come from; blocks in lower tiers stay.
+        Returns False while pins or requests hold blocks: then all blocks stay."""
         return immediately(self.frontend.reset_prefix_cache())
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -26,8 +26,8 @@ from pagemill.ops.low_rank import LowRankPart
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LARGEST_CONFIG = 1 << 20
 _WITHOUT_EFFECT = {
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern",
-    "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
 """Settings that say nothing of the answers, or that are read here."""

@@ -39,7 +39,7 @@ from pagemill.ops.quantized import Float8Weight, QuantizedWeight
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that are numbers and nothing else, as files name them."""
 _LEGACY = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SAMPLE_BYTES, _SAMPLED_PART = 4096, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,22 +240,21 @@ def fingerprint(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -
     """Returns the SHA-256 of all that decides a model's answers, with samples in the place of whole files.
 
     In this order: the version of this recipe; the spec as JSON with sorted keys, overrides and resolved RoPE
-    frequencies included; the dtype computed in; each tensor's name, shape and stored dtype, by name; each file's size
-    and 64 samples of 4096 bytes, spread evenly from its first byte to its last.
+    frequencies included; the dtype computed in; each tensor's name, shape and stored dtype, by name, with samples of
+    4096 bytes from its beginning to its end, 3 and one more for each 16 MiB; each file's size.
 
-    Two fine-tunes of one model differ nearly everywhere, so samples tell them apart. They may miss a file that was
-    altered in a few places on purpose: a fingerprint guards a cache against mix-ups, not against forgery.
+    Training changes tensors as wholes, be it one alone, so samples of each tell two fine-tunes apart. They may miss a
+    tensor that was altered in a few places: a fingerprint guards a cache against mix-ups, not against forgery.
     """
-    digest = hashlib.sha256(b"pagemill model 2\n")
+    digest = hashlib.sha256(b"pagemill model 3\n")
     digest.update(json.dumps(dataclasses.asdict(spec), sort_keys=True).encode())
     digest.update(str(dtype).encode())
     for name, info in sorted(checkpoint.tensors.items()):
         digest.update(json.dumps([name, info.shape, info.dtype]).encode())
+        size, steps = min(info.nbytes, _SAMPLE_BYTES), 2 + info.nbytes // _SAMPLED_PART
+        for begin in sorted({info.begin + (info.nbytes - size) * step // steps for step in range(steps + 1)}):
+            digest.update(info.file.view(begin, begin + size).tobytes())
+        info.file.forget(info.file.size)  # the system maps much more around each sample
     for file in checkpoint.files:
         digest.update(file.size.to_bytes(8, "little"))
-        last = max(0, file.size - _SAMPLE_BYTES)
-        for begin in sorted({last * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)}):
-            end = min(begin + _SAMPLE_BYTES, file.size)
-            digest.update(file.view(begin, end).tobytes())
-            file.forget(file.size)  # the system maps much more around each sample
     return digest.digest()

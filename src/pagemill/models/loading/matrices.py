@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,6 @@ def empty_matrix(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     if device.type != "cpu" or nbytes < _OWN_MAPPING_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with suppress(AttributeError, OSError):  # small pages do as well
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -16,7 +16,7 @@ import os
 import struct
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class PackedFile:
             if self.nbytes < TRAILER.size:
                 raise DamagedWeightsError(f"it has {self.nbytes} bytes, fewer than the {TRAILER.size} of its end")
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(AttributeError, OSError):  # small pages do as well
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(mapping, dtype=np.uint8)
         index, self._end = self._read_index()
