@@ -24,7 +24,12 @@ def main() -> None:
     parser.add_argument("--kv-memory", default=None, help='memory for the KV cache, such as "1GiB"')
     parser.add_argument("--model", default="smollm2-135m")
     asked = parser.parse_args()
-    lines = [task(asked.prompts, number, line) for number, line in enumerate(asked.prompts.open(encoding="utf-8"), 1)]
+    try:
+        prompts = asked.prompts.read_text(encoding="utf-8").splitlines()
+        file = asked.answers.open("w", encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"error: {error}") from None
+    lines = [task(asked.prompts, number, line) for number, line in enumerate(prompts, 1)]
     try:
         with LLM(asked.model, kv_memory=asked.kv_memory) as llm:
             outputs = llm.chat(
@@ -32,7 +37,7 @@ def main() -> None:
             )
     except PagemillError as error:
         raise SystemExit(f"error: {error}") from None
-    with asked.answers.open("w", encoding="utf-8") as file:
+    with file:
         for line, output in zip(lines, outputs, strict=True):
             (answer,) = output.outputs
             result = {"id": line["id"], "answer": answer.text, **({"error": str(answer.error)} if answer.error else {})}

@@ -331,13 +331,13 @@ class EngineConfig:
         drafting = None if self.asked_drafts is None else self.asked_drafts.model
         for name, value, way_out in (
             ("enable_lora", self.enable_lora or None, "merge the adapter into the model"),
-            ("speculative_config", drafting, "draft by 'ngram' or 'suffix', which need no model"),
+            ("speculative_config: model", drafting, "draft by 'ngram' or 'suffix', which need no model"),
         ):
             if value is not None:
                 raise ConfigError(
                     f"{name} is {shown(value)}, which a model in parts cannot have so far (tensor_parallel_size is "
                     f"{self.tensor_parallel_size}); {way_out}, or leave tensor_parallel_size out",
-                    param=name,
+                    param=name.partition(":")[0],
                 )
 
     def _check_adapters(self) -> None:

@@ -12,6 +12,7 @@ as `safe_defaults` says; null is no limit.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -127,9 +128,9 @@ class TenantLimits:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
-                raise ConfigError(
-                    f"tenant {tenant!r} has no limit {name!r}; known limits: {', '.join(known)}", param="tenants"
-                )
+                near = difflib.get_close_matches(str(name), [*known, "api_keys"], n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known limits: {', '.join(known)}"
+                raise ConfigError(f"tenant {tenant!r} has no limit {name!r}; {hint}", param="tenants")
         try:
             return cls(**_with_defaults(values, defaults or {}))
         except ConfigError as error:

@@ -10,6 +10,7 @@ import pytest
 
 from cli.terminal import Terminal
 from pagemill.cli.main import main
+from pagemill.cli.remote import unreachable
 from pagemill.cli.top_frame import View, frame
 from pagemill.cli.top_picture import Picture
 from pagemill.engine.kv_map import KVTable
@@ -42,6 +43,18 @@ def test_a_frame_of_a_real_server(served, capsys, monkeypatch):
     assert "\x1b" not in once.out
     assert max(map(len, once.out.splitlines())) <= 80
     assert "give --once" in printed(["top", "--url", served.url], capsys, 1).err
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "words"),
+    [
+        ("https://there", httpx.ConnectError("CERTIFICATE_VERIFY_FAILED"), "in SSL_CERT_FILE"),
+        ("http://there", httpx.RemoteProtocolError("disconnected."), "disconnected; if it speaks HTTPS, give https://"),
+        ("https://there", httpx.RemoteProtocolError("disconnected."), "disconnected; check the address"),
+    ],
+)
+def test_why_a_server_cannot_be_asked_is_said_with_the_way_out(url, error, words):
+    assert words in unreachable(url, error)
 
 
 def test_what_cannot_be_watched_is_refused_in_one_line(capsys):

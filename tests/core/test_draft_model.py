@@ -26,7 +26,7 @@ from harness import PagedSequences
 from lora_adapters import save_adapter, shapes_of
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
-from pagemill.errors import ConfigError
+from pagemill.errors import ConfigError, ModelNotFoundError
 from pagemill.executor.verification import drafts_of
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.structured import StructuredOutputsParams
@@ -306,6 +306,8 @@ def test_the_draft_models_weights_are_part_of_the_digests(make, pair):
 
 def test_draft_models_that_cannot_draft_are_refused(make, pair, tmp_path):
     _, few = save_pair(tmp_path, draft_layers=1, later=1.0, **SIZES | {"vocab_size": 150})
+    with pytest.raises(ModelNotFoundError, match="speculative_config: model: there is no file or folder"):
+        make(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="its vocabulary has 150 tokens, the model's 160; both must") as caught:
         make(draft=few)
     assert caught.value.param == "speculative_config"

@@ -99,6 +99,7 @@ def test_limits_are_said_and_leave_room_for_what_was_accepted(llm):
         ("short", {"name": "a"}, "so pin 16 at least"),
         (PREFIX, {"name": ""}, "the pin's name is ''"),
         (PREFIX, {"name": "a/b"}, "without a slash"),
+        (PREFIX, {"name": ".."}, "not '.' or '..'"),
         (PREFIX, {"name": "a", "expires_s": 0}, "expires_s is 0; it must be above 0"),
     ],
 )

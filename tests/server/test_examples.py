@@ -77,6 +77,13 @@ def test_a_file_of_prompts_is_answered_in_order(example, tmp_path):
         example("batch.py", *arguments, url=False)
 
 
+@pytest.mark.parametrize("paths", [["missing.jsonl", "answers.jsonl"], ["prompts.jsonl", "no/answers.jsonl"]])
+def test_files_that_cannot_be_opened_cost_no_answers(example, tmp_path, paths):
+    (tmp_path / "prompts.jsonl").write_text('{"id": 1, "prompt": "Hello"}\n')
+    with pytest.raises(SystemExit, match=r"error: \[Errno 2\]"):
+        example("batch.py", *(tmp_path / path for path in paths), url=False)
+
+
 def test_what_a_server_refuses_is_one_line(example):
     with pytest.raises(SystemExit, match="chat template has no place for them"):
         example("agent.py", "What is 17 times 23?")

@@ -300,7 +300,8 @@ def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
         ('{"tenants": {"a": {"max_running": 0}}}', "max_running is 0"),
         ('{"tenants": {"a": {"weight": -1}}}', "weight is -1"),
         ('{"tenants": {"a": {"idle_timeout_s": 0}}}', "idle_timeout_s is 0"),
-        ('{"tenants": {"a": {"max_block": 1}}}', "has no limit 'max_block'"),
+        ('{"tenants": {"a": {"max_block": 1}}}', "has no limit 'max_block'; did you mean 'max_blocks'\\?"),
+        ('{"tenants": {"a": {"api_key": ["x"]}}}', "did you mean 'api_keys'\\?"),
         ('{"tenants": {"a": 1}}', "must be an object of limits"),
     ],
 )

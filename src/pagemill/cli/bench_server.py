@@ -13,7 +13,7 @@ import msgspec
 
 from pagemill.cli.bench_report import Sample
 from pagemill.cli.bench_workload import BenchWorkload, make_prompts, make_texts
-from pagemill.cli.remote import client_of, event_lines
+from pagemill.cli.remote import client_of, event_lines, unreachable
 from pagemill.errors import BenchmarkError, ConfigError
 
 LONGEST_TEXT = 400_000
@@ -54,7 +54,7 @@ class Server:
         except httpx.UnsupportedProtocol as error:
             raise ConfigError(f"--url is {self._url!r}: {error}; give http://host:port", param="url") from error
         except httpx.HTTPError as error:
-            raise BenchmarkError(f"no server answers at {self._url}: {_words(error)}; check the address") from error
+            raise BenchmarkError(unreachable(self._url, error)) from error
         tokens = _tokens_in(answer)
         if tokens:
             return make_prompts(tokens, workload)

@@ -43,6 +43,8 @@ def generate(
     asked = params if beam_width is None else _search_params(params, beam_width, length_penalty)
     if beam_width is None and length_penalty is not None:
         raise SamplingParamsError("length_penalty needs beam_width; give --beam-width too", param="length_penalty")
+    if params.max_tokens == 0:
+        raise SamplingParamsError("max_tokens is 0, and nothing would be generated; give 1 or more", param="max_tokens")
     run(_generate(model, _with_standard_input(prompts), as_json, settings, asked))
 
 

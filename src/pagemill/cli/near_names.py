@@ -11,6 +11,7 @@ FLAGS_ELSEWHERE = {
     "n-ctx": "max-model-len",
     "c": "max-model-len",
     "context-length": "max-model-len",
+    "num-requests": "num-prompts",
     "tp": "tensor-parallel-size",
     "tp-size": "tensor-parallel-size",
 }

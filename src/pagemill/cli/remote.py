@@ -23,6 +23,16 @@ LONGEST_REFUSAL = 100
 """Characters of an answer that is no JSON which a message shows."""
 
 
+def unreachable(url: str, error: Exception) -> str:
+    """Returns in words why a server could not be asked, with the way out."""
+    why = (str(error) or type(error).__name__).rstrip(".")
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        return f"the certificate of {url} is not trusted: {why}; if it is your own, name its file in SSL_CERT_FILE"
+    if isinstance(error, httpx.RemoteProtocolError) and url.startswith("http:"):
+        return f"{url} does not answer as HTTP does: {why}; if it speaks HTTPS, give https://"
+    return f"no server answers at {url}: {why}; check the address (--url)"
+
+
 def client_of(
     url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None, connect_s: float = 30
 ) -> httpx.AsyncClient:
@@ -138,9 +148,7 @@ class Remote:
             raise RemoteServerError(f"{self.url} does not answer as OpenAI's API does: {error}") from error
 
     def _unreachable(self, error: Exception) -> RemoteServerError:
-        return RemoteServerError(
-            f"no server answers at {self.url}: {str(error) or type(error).__name__}; check the address (--url)"
-        )
+        return RemoteServerError(unreachable(self.url, error))
 
     def _refusal(self, status: int, body: bytes) -> NotFoundError | RemoteServerError:
         kind = NotFoundError if status == httpx.codes.NOT_FOUND else RemoteServerError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagemill.config import EngineConfig
-from pagemill.errors import ConfigError, TokenizerError
+from pagemill.errors import ConfigError, ModelLoadError, TokenizerError
 from pagemill.executor.draft_model import DraftLayers, DraftModel
 from pagemill.executor.draft_source import DraftSource
 from pagemill.executor.interface import DraftFacts
@@ -43,9 +43,11 @@ def load_drafting(config: EngineConfig, speculation: SpeculativeConfig, share: S
     """Loads what drafts beside a model; None where drafts are looked up. Raises as `open_executor`."""
     if speculation.model is None:
         return None
-    path = resolve_model(speculation.model)
     load = _load_heads if speculation.method == "medusa" else _load_draft_model
-    return load(config, speculation, path, share)
+    try:
+        return load(config, speculation, resolve_model(speculation.model), share)
+    except ModelLoadError as error:
+        raise type(error)(f"speculative_config: model: {error.message}", param="speculative_config") from error
 
 
 def _load_heads(config: EngineConfig, speculation: SpeculativeConfig, path: Path, share: Share) -> Drafting:

@@ -226,9 +226,11 @@ class Frontend(RunningRequests):
         self, prompt: Prompt, name: str, expires_s: float | None, cache_salt: str, tenant: str
     ) -> RequestState:
         """Returns a request for the prompt's whole blocks, which become a pin. Raises `InvalidRequestError`."""
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_PIN_NAME or "/" in name or not name.isprintable():
+        is_name = isinstance(name, str) and 0 < len(name) <= MAX_PIN_NAME and name.isprintable()
+        if not is_name or "/" in name or name in (".", ".."):
             raise InvalidRequestError(
-                f"the pin's name is {shown(name)}; it must be 1 to {MAX_PIN_NAME} printable characters without a slash",
+                f"the pin's name is {shown(name)}; it must be 1 to {MAX_PIN_NAME} printable characters without a "
+                f"slash, and not '.' or '..'",
                 param="name",
             )
         is_number = isinstance(expires_s, (int, float)) and not isinstance(expires_s, bool)

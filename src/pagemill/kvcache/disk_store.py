@@ -77,7 +77,8 @@ class DiskStore:
         self.capacity = limit_bytes // self.slot_bytes
         if not self.capacity:
             raise KVStoreError(
-                f"the KV store may take {limit_bytes} bytes, but one block takes {self.slot_bytes}; raise its limit"
+                f"the KV store may take {limit_bytes} bytes, but one block takes {self.slot_bytes}; raise "
+                f"kv_disk_memory"
             )
         self.shares = TierShares(self.capacity)
         self._lock = threading.RLock()

@@ -25,7 +25,7 @@ GATES = {
     "int8/int4": Gate(1.0, labelled=1.1),
     "fp8_e4m3": Gate(1.0, labelled=1.2),
     "fp8_e5m2": Gate(1.0, labelled=4.6),
-    "int4": Gate(1.0, labelled=4.8),
+    "int4": Gate(1.0, labelled=4.9),
 }
 """By the name of the format; of those with narrower elements than any weights have."""
 

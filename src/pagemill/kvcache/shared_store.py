@@ -65,7 +65,8 @@ class SharedStore:
         self.capacity = limit_bytes // self.block_bytes
         if not self.capacity:
             raise KVStoreError(
-                f"the KV store may take {limit_bytes} bytes, but one block takes {self.block_bytes}; raise its limit"
+                f"the KV store may take {limit_bytes} bytes, but one block takes {self.block_bytes}; raise "
+                f"kv_disk_memory"
             )
         self.shares = TierShares(self.capacity)
         self._known: dict[Block, BlockName] = {}

@@ -174,4 +174,6 @@ def _read_blocks(file: BinaryIO, slots: Slots) -> Iterator[list[tuple[BlockName,
         if len(blocks) < len(ends):
             raise KVStoreError(f"block {total + 1:,} of {file.name} is broken; export it again")
         if len(images) % slots.nbytes:
-            raise KVStoreError(f"{file.name} ends within a block, after {total} whole ones: it was cut short")
+            raise KVStoreError(
+                f"{file.name} ends within a block, after {total} whole ones: it was cut short; export it again"
+            )

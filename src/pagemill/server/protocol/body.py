@@ -47,7 +47,7 @@ class Body(BaseModel):
     """A request's body, or an object in it: these fields and no other. One that need not be given may be null, which
     means: not given."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod

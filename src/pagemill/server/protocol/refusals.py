@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
@@ -61,7 +62,7 @@ def refusal_of(findings: Sequence[Any], body: Any, kind: Any, whole: str = "the 
     if finding["type"] == "missing":
         return InvalidRequestError(f"{where} is missing; give it", param=param)
     value = finding.get("input")
-    given = "null" if value is None else f"{shown(value):.100}"
+    given = json.dumps(value) if value is None or isinstance(value, bool) else f"{shown(value):.100}"
     if not all(_can_be(one) for one in alike):
         return InvalidRequestError(f"{where} is {given}: {finding['msg']}", param=param)
     must = " or ".join(dict.fromkeys(map(_must_be, alike)))

@@ -16,7 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from pagemill.errors import InvalidRequestError, PagemillError, RequestTimeoutError
+from pagemill.errors import InvalidRequestError, PagemillError, RequestNotFoundError, RequestTimeoutError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -272,7 +272,10 @@ class Call(ABC, Generic[R]):
     async def _fork(self, origin_id: str, params: SamplingParams | BeamSearchParams) -> None:
         """Goes on from a running request of the same namespace, and shares its KV blocks."""
         request, tokenizer = self.request, await self._llm.tokenizer()
-        origin = self._llm.running(origin_id, Namespace(self._tenant, request.cache_salt or ""))
+        try:
+            origin = self._llm.running(origin_id, Namespace(self._tenant, request.cache_salt or ""))
+        except RequestNotFoundError as error:
+            raise RequestNotFoundError(error.message, param="fork_of") from error
         adapter = 0 if self._lora_request is None else self._lora_request.lora_int_id
         if origin.asked.adapter != adapter:
             raise InvalidRequestError(
