@@ -89,7 +89,7 @@ from server.questions import CHAT, MODEL
         ),
         ("nothing", {}, 404, None, "Not Found"),
         ("score", {}, 404, None, "not served here; compare embeddings, see POST /v1/embeddings"),
-        ("kv_memory", {"kv_memory": True}, 400, "kv_memory", "kv_memory is True; it must be an integer or a number or"),
+        ("kv_memory", {"kv_memory": True}, 400, "kv_memory", "kv_memory is true; it must be an integer or a number or"),
         ("completions", {"prompt": "x", "stop": 5}, 400, "stop", "stop is 5; it must be a text or a list"),
         (
             "chat/completions",
