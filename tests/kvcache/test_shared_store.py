@@ -209,7 +209,7 @@ def test_what_the_folder_refuses_is_an_error_that_leaves_nothing_behind(tmp_path
         assert store.holds([(digest_of(5), 0)]) == [False]
         assert not list(store.folder.rglob("*.unfinished"))
         np.testing.assert_array_equal(read(store, range(2)), [0, 1])
-    with pytest.raises(KVStoreError, match=f"one block takes {BLOCK}; raise its limit"):
+    with pytest.raises(KVStoreError, match=f"one block takes {BLOCK}; raise kv_disk_memory"):
         SharedStore(tmp_path, FORMAT, 100)
     (tmp_path / "file").write_text("")
     with pytest.raises(KVStoreError, match="cannot be opened"):
