@@ -16,8 +16,11 @@ from pagemill.engine.messages import (
     EngineRequest,
     SequenceOutput,
 )
+from pagemill.engine.queries import StatsQuery
+from pagemill.engine.stats import EngineStats, TenantStats
 from pagemill.errors import EngineDeadError, EngineStoppedError, InvalidRequestError
 from pagemill.frontend.supervisor import RestartLimits
+from pagemill.tenant_limits import TenantLimits
 
 FACTS = EngineReady(
     vocab_size=100, max_model_len=256, max_num_seqs=4, longest_sequence=256, tenants=["default"], block_size=16,
@@ -25,9 +28,21 @@ FACTS = EngineReady(
 )  # fmt: skip
 
 
+def stats(count=0, **more):
+    """Returns statistics in which so much has been counted, of one tenant."""
+
+    def of(kind, **more):
+        needed = {field.name: 0 for field in msgspec.structs.fields(kind) if field.required}
+        return kind(**needed | more)
+
+    tenant = of(TenantStats, preemptions=count, running=1, tier_blocks={}, max_blocks=None, limits=TenantLimits())
+    counted = {"steps": count, "stalled_s": float(count), "fetches_failed": {"cut": count}}
+    return of(EngineStats, **counted, accepted_per_position=[count], running=1, tenants={"team": tenant}, **more)
+
+
 class RecordedLink:
     """Stands for a `ReplicaLink`, and records what its user sends: there is no replica behind it. answers: clear it to
-    hold back answers."""
+    hold back answers. count: how much its engine has counted."""
 
     opened: ClassVar[list] = []
 
@@ -36,6 +51,7 @@ class RecordedLink:
         self.death, self.facts, self.closing, self.engine_died = None, None, False, False
         self.sent, self.asked, self.answers = [], [], asyncio.Event()
         self.answers.set()
+        self.count = 0
         self.opened.append(self)
 
     def come(self):
@@ -52,7 +68,7 @@ class RecordedLink:
         await self.answers.wait()
         if self.death is not None:
             raise self.death
-        return FACTS
+        return stats(self.count) if isinstance(query, StatsQuery) else FACTS
 
     async def close(self):
         self.die("closed")

@@ -16,6 +16,7 @@ from pagemill.config import EngineConfig
 from pagemill.distributed import listing
 from pagemill.distributed.changes import Changes
 from pagemill.distributed.fleet_pins import FleetPins
+from pagemill.distributed.fleet_stats import FleetStats
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
 from pagemill.distributed.flights import Flight, Flights
 from pagemill.distributed.losses import Losses
@@ -100,6 +101,7 @@ class Fleet:
         self._changes = Changes()
         self._pins = FleetPins(self._tenancy)
         self._losses = Losses(restarts)
+        self._stats = FleetStats()
         self._patience: asyncio.TimerHandle | None = None
         """Ends the wait for a replica; None while there is one."""
         self._gave_up: str | None = None
@@ -189,7 +191,7 @@ class Fleet:
         is_change, asked, answers = Changes.is_one(query), set[str](), list[Any]()
         while links := [link for link in self._serving() if link.name not in asked]:
             asked |= {link.name for link in links}
-            answers += await asyncio.gather(*(link.ask(query) for link in links), return_exceptions=True)
+            answers += await asyncio.gather(*(self._ask(query, link) for link in links), return_exceptions=True)
             if not is_change:
                 break  # else replicas that have come meanwhile do it too
         refusals = [each for each in answers if isinstance(each, BaseException) and is_refusal(each)]
@@ -208,10 +210,19 @@ class Fleet:
             self._send_waiting()
         if not good:
             raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
-        merged: A = merge(good)
+        merged: Any = merge(good)
         if isinstance(merged, EngineStats):
+            merged = self._stats.total({link.name for link in self._serving()})
             add_held(merged, self._tenancy.count_held())
-        return merged
+        answer: A = merged
+        return answer
+
+    async def _ask(self, query: Query[A], link: ReplicaLink) -> A:
+        """Returns a replica's answer, and keeps its statistics."""
+        answer = await link.ask(query)
+        if isinstance(answer, EngineStats) and link.death is None:
+            self._stats.note(link.name, answer)
+        return answer
 
     # Life
 
@@ -283,6 +294,7 @@ class Fleet:
         del self._links[link.name]
         listing.kept.discard(link.name)
         self._taking_in.discard(link.name)
+        self._stats.leave(link.name, engine_died=link.engine_died)
         if self._router is not None and self._router.knows(link.name):
             self._router.remove(link.name)
         if self.ended is not None:
