@@ -42,7 +42,8 @@ def stats(count=0, **more):
 
 class RecordedLink:
     """Stands for a `ReplicaLink`, and records what its user sends: there is no replica behind it. answers: clear it to
-    hold back answers. count: how much its engine has counted."""
+    hold back answers. refusal: the error that is the answer to all that is asked. count: how much its engine has
+    counted."""
 
     opened: ClassVar[list] = []
 
@@ -51,7 +52,7 @@ class RecordedLink:
         self.death, self.facts, self.closing, self.engine_died = None, None, False, False
         self.sent, self.asked, self.answers = [], [], asyncio.Event()
         self.answers.set()
-        self.count = 0
+        self.count, self.refusal = 0, None
         self.opened.append(self)
 
     def come(self):
@@ -68,6 +69,8 @@ class RecordedLink:
         await self.answers.wait()
         if self.death is not None:
             raise self.death
+        if self.refusal is not None:
+            raise self.refusal
         return stats(self.count) if isinstance(query, StatsQuery) else FACTS
 
     async def close(self):

@@ -15,7 +15,8 @@ from pagemill.engine.messages import (
     HeldBlocks,
     SequenceOutput,
 )
-from pagemill.engine.queries import SetTenant
+from pagemill.engine.queries import PinsQuery, SetTenant, StatsQuery
+from pagemill.errors import ConfigError
 from pagemill.frontend.supervisor import RestartLimits
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.namespace import Namespace
@@ -295,3 +296,53 @@ def test_replicas_that_compute_other_bits_are_named_once(monkeypatch, caplog):
         assert len([record for record in caplog.records if "other bits" in record.message]) == 1
 
     run(monkeypatch, scenario)
+
+
+@pytest.mark.parametrize("query", [StatsQuery(), PinsQuery(), SetTenant("team", TenantLimits())])
+def test_a_silent_replica_holds_up_no_question_and_is_named_once(monkeypatch, caplog, query):
+    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.05)
+
+    async def scenario(fleet, links, frontend):
+        links["b"].answers.clear()
+        for _ in range(2):
+            await asyncio.wait_for(fleet.ask(query), 1)
+        assert [record.message for record in caplog.records] == [
+            "replica b is silent; what is asked is answered without it"
+        ]
+        links["b"].answers.set()
+        await settle()
+        assert links["b"].asked == [query] * 2
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_a_question_that_no_replica_answers_waits_for_the_first_that_does(monkeypatch):
+    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.01)
+
+    async def scenario(fleet, links, frontend):
+        for link in links.values():
+            link.answers.clear()
+        asking = asyncio.create_task(fleet.ask(StatsQuery()))
+        await asyncio.sleep(0.05)
+        links["a"].die()
+        links["a"].answers.set()
+        await asyncio.sleep(0.05)
+        assert not asking.done(), "health is to see that nobody answers"
+        links["b"].answers.set()
+        await asyncio.wait_for(asking, 1)
+
+    run(monkeypatch, scenario, names=("a", "b", "c"))
+
+
+def test_what_a_silent_replica_refuses_later_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.01)
+
+    async def scenario(fleet, links, frontend):
+        links["b"].answers.clear()
+        await asyncio.wait_for(fleet.ask(SetTenant("team", TenantLimits())), 1)
+        links["b"].refusal = ConfigError("too much")
+        links["b"].answers.set()
+        await settle()
+        assert caplog.records[-1].message == "replica b could not do what the others have: too much"
+
+    run(monkeypatch, scenario, names=("a", "b"))

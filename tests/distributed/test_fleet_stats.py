@@ -98,3 +98,19 @@ def test_counters_outlast_all_replicas_and_those_that_went_long_ago(monkeypatch)
     figures.leave("r4", engine_died=True)
     figures.note("r4", stats(4))
     assert counted(figures.total({"r4"})) == 57
+
+
+def test_a_silent_replica_counts_with_what_it_had(monkeypatch):
+    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.01)
+
+    async def scenario(fleet, links, frontend):
+        links["a"].count, links["b"].count = 10, 5
+        assert await ask(fleet) == (15, 2)
+        links["b"].answers.clear()
+        links["a"].count, links["b"].count = 12, 9
+        assert await ask(fleet) == (17, 2)
+        links["b"].answers.set()
+        await settle()
+        assert await ask(fleet) == (21, 2)
+
+    run(monkeypatch, scenario, names=("a", "b"))
