@@ -23,7 +23,7 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 5.0, 60.0
 """Seconds between two questions of Ray Serve for health, and those without an answer after which it starts another
 replica."""
 ENDING_S = 15.0
-"""Seconds, beside those in which answers may go on, in which a replica may end."""
+"""Seconds, beside those in which answers may go on and blocks are written to disk, in which a replica may end."""
 AUTOSCALER = "pagemill.distributed.autoscaling:by_queue_and_memory"
 
 
@@ -46,8 +46,9 @@ def application(plan: FleetPlan) -> serve.Application:
         least, most = plan.replicas
         policy = AutoscalingPolicy(policy_function=AUTOSCALER)
         scaled = {"autoscaling_config": AutoscalingConfig(min_replicas=least, max_replicas=most, policy=policy)}
+    ending_s = plan.limits.drain_timeout + ENDING_S
     ending: dict[str, Any] = {
-        "graceful_shutdown_timeout_s": plan.limits.drain_timeout + ENDING_S,
+        "graceful_shutdown_timeout_s": ending_s,
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
@@ -61,7 +62,7 @@ def application(plan: FleetPlan) -> serve.Application:
             request_router_class="pagemill.distributed.request_router:NamedReplicaRouter"
         ),
         **scaled,
-        **ending,
+        **(ending | {"graceful_shutdown_timeout_s": ending_s + plan.keeping_s()}),
     )
     engines = engine.bind(plan.engine_config(), plan.log_path, plan.peering(), plan.host())
     if plan.address is not None:

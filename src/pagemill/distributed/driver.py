@@ -63,7 +63,7 @@ def _serve(plan: FleetPlan, folder: str, stream: Any) -> int:
         return 1
     _say(stream, Said("", None))
     stream.readline()
-    _stop()
+    _stop(plan.keeping_s())
     return 0
 
 
@@ -120,10 +120,16 @@ def _watch(stream: Any) -> None:
     os._exit(1)
 
 
-def _stop() -> None:
+def _stop(keeping_s: float) -> None:
+    """Ends all engines, and then the cluster. keeping_s: for so long they may write to disk."""
     import ray
     from ray import serve
 
+    if keeping_s:  # `shutdown` waits for 30 s only
+        serve.delete(APPLICATION, _blocking=False)
+        deadline = time.monotonic() + keeping_s
+        while APPLICATION in serve.status().applications and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
     serve.shutdown()
     ray.shutdown()
 

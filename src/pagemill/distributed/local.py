@@ -37,7 +37,8 @@ LOGGER = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
 SHUTDOWN_S = 20.0
-"""Seconds, beside those in which answers may go on, after which what has not ended is killed."""
+"""Seconds, beside those in which answers may go on and blocks are written to disk, after which what has not ended is
+killed."""
 LOG_BYTES = 1 << 16
 
 ENVIRONMENT = {
@@ -68,7 +69,7 @@ def serve_fleet(plan: FleetPlan, restarts: RestartLimits, on_ready: Callable[[st
             _live(cluster, front_end, signals, restarts, on_ready)
             sock.close()
             front_end.stop(signals, plan.limits.drain_timeout + SHUTDOWN_S)
-            cluster.stop(signals, SHUTDOWN_S)
+            cluster.stop(signals, plan.keeping_s() + SHUTDOWN_S)
         finally:
             _end_descendants()
 
@@ -114,6 +115,8 @@ class _Part(ABC):
     """Says what is gone, where it has died without a word."""
     runs: str
     """Says that it runs again."""
+    killed: str
+    """Says what is killed, where it has not ended in time."""
 
     def __init__(self) -> None:
         self.description: str | None = None
@@ -148,7 +151,8 @@ class _Part(ABC):
         return None
 
     def stop(self, signals: _Signals, timeout_s: float) -> None:
-        """Asks the process for its end and waits for that, but no longer than this, and not after a second signal.
+        """Asks the process for its end and waits for that, but no longer than this, and not after a second signal. Logs
+        that it is about to be killed otherwise.
 
         Does nothing with one that is not ready: it may be busy, and nobody is served by it.
         """
@@ -160,6 +164,8 @@ class _Part(ABC):
             self._stream.flush()
         while self._child.process.poll() is None and signals.count < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
+        if self._child.process.poll() is None:
+            LOGGER.warning("%s", self.killed)
 
     @abstractmethod
     def end(self, but: Collection[int]) -> None:
@@ -176,6 +182,7 @@ class _Cluster(_Part):
     module = "pagemill.distributed.driver"
     gone = "the Ray cluster of this machine is gone"
     runs = "the replicas run"
+    killed = "the replicas have not ended in time and are killed; blocks that they had not yet written to disk are lost"
 
     def __init__(self, plan: FleetPlan, folder: str) -> None:
         super().__init__()
@@ -194,6 +201,7 @@ class _FrontEnd(_Part):
     module = "pagemill.distributed.listening_front_end"
     gone = "the front end is gone"
     runs = "the front end runs"
+    killed = "the front end has not ended in time and is killed"
 
     def __init__(self, plan: FleetPlan, folder: str, listening: socket.socket) -> None:
         super().__init__()

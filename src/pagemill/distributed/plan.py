@@ -11,6 +11,7 @@ from pagemill.config import EngineConfig, config_for
 from pagemill.distributed.routing import ROUTING_POLICIES, RoutingPolicy
 from pagemill.engine.messages import Peering
 from pagemill.errors import ConfigError, shown
+from pagemill.frontend.process_client import KEEPING_TIMEOUT_S
 from pagemill.frontend.supervisor import RestartLimits
 from pagemill.hub import resolve_model
 from pagemill.server.access.limits import ServerLimits
@@ -98,6 +99,10 @@ class FleetPlan:
     def host(self) -> str:
         """Returns the address at which replicas listen; "" for that of their node in the Ray cluster."""
         return self.kv_transfer_host or (LOOPBACK if self.address is not None else "")
+
+    def keeping_s(self) -> float:
+        """Returns how long engines may take at their end to write what they hold to disk. Raises `ConfigError`."""
+        return 0.0 if self.check().kv_disk_memory is None else KEEPING_TIMEOUT_S
 
     def engine_config(self) -> EngineConfig:
         """Returns the settings of a replica's engine. Raises `ConfigError` and `ModelNotFoundError`."""

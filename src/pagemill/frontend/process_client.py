@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from pagemill.frontend.questions import Questions
 from pagemill.frontend.spawn import spawn
 from pagemill.lora_request import LoRARequest
 from pagemill.tenant_limits import TenantLimits
+
+LOGGER = logging.getLogger(__name__)
 
 A = TypeVar("A")
 
@@ -205,6 +208,7 @@ class ProcessClient:
         try:
             return await asyncio.to_thread(process.wait, self._timeout_s)
         except subprocess.TimeoutExpired:
+            LOGGER.warning("the engine has not ended in %g s and is killed", self._timeout_s)
             process.kill()
             return await asyncio.to_thread(process.wait)
 
