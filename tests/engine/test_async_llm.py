@@ -440,6 +440,17 @@ def test_an_engine_that_keeps_blocks_on_disk_is_given_time(tmp_path, monkeypatch
     assert store.blocks >= 6
 
 
+def test_an_engine_that_is_killed_at_its_end_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(process_client, "SHUTDOWN_TIMEOUT_S", 0.0)
+
+    async def serve_and_leave():
+        async with AsyncLLM("smollm2-135m", max_model_len=256, max_num_seqs=8, kv_memory="16MiB") as llm:
+            await read(llm, "word", SHORT)
+
+    asyncio.run(serve_and_leave())
+    assert "the engine has not ended in 0 s and is killed" in caplog.messages
+
+
 def test_the_engine_process_ends_with_its_parent_and_the_parent_needs_no_torch():
     script = (
         "import asyncio, os, sys\n"
