@@ -7,6 +7,7 @@ import pytest
 from recorded_fleet import FACTS, RecordedLink, failures, request, run, settle
 
 from pagemill import SamplingParams
+from pagemill.distributed import answers
 from pagemill.distributed import fleet as fleet_module
 from pagemill.engine.messages import (
     DIGEST_BYTES,
@@ -300,7 +301,7 @@ def test_replicas_that_compute_other_bits_are_named_once(monkeypatch, caplog):
 
 @pytest.mark.parametrize("query", [StatsQuery(), PinsQuery(), SetTenant("team", TenantLimits())])
 def test_a_silent_replica_holds_up_no_question_and_is_named_once(monkeypatch, caplog, query):
-    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(answers, "ANSWER_S", 0.05)
 
     async def scenario(fleet, links, frontend):
         links["b"].answers.clear()
@@ -317,7 +318,7 @@ def test_a_silent_replica_holds_up_no_question_and_is_named_once(monkeypatch, ca
 
 
 def test_a_question_that_no_replica_answers_waits_for_the_first_that_does(monkeypatch):
-    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.01)
+    monkeypatch.setattr(answers, "ANSWER_S", 0.01)
 
     async def scenario(fleet, links, frontend):
         for link in links.values():
@@ -335,7 +336,7 @@ def test_a_question_that_no_replica_answers_waits_for_the_first_that_does(monkey
 
 
 def test_what_a_silent_replica_refuses_later_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.01)
+    monkeypatch.setattr(answers, "ANSWER_S", 0.01)
 
     async def scenario(fleet, links, frontend):
         links["b"].answers.clear()

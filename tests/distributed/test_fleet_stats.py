@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from recorded_fleet import RecordedLink, run, settle, stats
 
+from pagemill.distributed import answers, fleet_stats
 from pagemill.distributed import fleet as fleet_module
-from pagemill.distributed import fleet_stats
 from pagemill.distributed.fleet_stats import FleetStats
 from pagemill.engine.queries import StatsQuery
 
@@ -101,7 +101,7 @@ def test_counters_outlast_all_replicas_and_those_that_went_long_ago(monkeypatch)
 
 
 def test_a_silent_replica_counts_with_what_it_had(monkeypatch):
-    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.01)
+    monkeypatch.setattr(answers, "ANSWER_S", 0.01)
 
     async def scenario(fleet, links, frontend):
         links["a"].count, links["b"].count = 10, 5

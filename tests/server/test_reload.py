@@ -78,7 +78,7 @@ def test_what_the_engine_refuses_is_tried_again_with_the_next_reading(tmp_path, 
     }
 
 
-def test_keys_count_before_the_engine_has_taken_limits(tmp_path):
+def test_a_key_that_is_gone_is_refused_before_the_engine_has_taken_limits(tmp_path):
     old = {"api_keys": ["sk-old"], "max_running": 3}
     reloaded = Reloaded(tmp_path / "t.json", a=old, b={"api_keys": ["sk-b"]})
     waits, goes_on = asyncio.Event(), asyncio.Event()
@@ -104,7 +104,8 @@ def test_keys_count_before_the_engine_has_taken_limits(tmp_path):
         await reading
         return during
 
-    assert asyncio.run(scenario()) == [None, None, "a", "default"]
+    assert asyncio.run(scenario()) == [None, None, None, "default"]
+    assert [asks(key) for key in ("sk-old", "sk-b", "sk-new", "sk-own")] == [None, None, "a", "default"]
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,13 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pagemill.config import EngineConfig
 from pagemill.distributed import listing
-from pagemill.distributed.answers import answered
+from pagemill.distributed.answers import CANNOT_DO, Answers
 from pagemill.distributed.changes import Changes
 from pagemill.distributed.fleet_pins import FleetPins
-from pagemill.distributed.fleet_stats import FleetStats
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
 from pagemill.distributed.flights import Flight, Flights
 from pagemill.distributed.losses import Losses
@@ -37,16 +35,7 @@ from pagemill.engine.messages import (
     SequenceOutput,
     refusals,
 )
-from pagemill.engine.queries import (
-    BlocksQuery,
-    KVMapQuery,
-    PinsQuery,
-    Query,
-    SequencesQuery,
-    SetTenant,
-    StatsQuery,
-    Unpin,
-)
+from pagemill.engine.queries import Query, SetTenant, Unpin
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import (
     EngineRestartingError,
@@ -68,12 +57,6 @@ LINK_AGAIN_S = 0.5
 """Seconds after which a replica is tried again that Ray Serve lists, and to which a connection was lost."""
 NO_REPLICA_S = 120.0
 """The longest time that requests wait where no replica is left."""
-ANSWER_S = 2.0
-"""The longest time that a question waits for one replica where another has answered."""
-IN_TIME = (BlocksQuery, KVMapQuery, PinsQuery, SequencesQuery, SetTenant, StatsQuery)
-"""Questions that do not wait longer: they change nothing, or what a replica does later all the same, before requests
-that come behind."""
-CANNOT_DO = "replica %s could not do what the others have: %s"
 
 A = TypeVar("A")
 
@@ -118,9 +101,7 @@ class Fleet:
         self._changes = Changes()
         self._pins = FleetPins(self._tenancy)
         self._losses = Losses(restarts)
-        self._stats = FleetStats()
-        self._silent: set[str] = set()
-        """Replicas of which it has been said that they do not answer."""
+        self._answers = Answers()
         self._patience: asyncio.TimerHandle | None = None
         """Ends the wait for a replica; None while there is one."""
         self._gave_up: str | None = None
@@ -210,7 +191,7 @@ class Fleet:
         is_change, asked, answers = Changes.is_one(query), set[str](), list[Any]()
         while links := [link for link in self._serving() if link.name not in asked]:
             asked |= {link.name for link in links}
-            answers += await self._ask_each(query, links)
+            answers += await self._answers.ask(query, links)
             if not is_change:
                 break  # else replicas that have come meanwhile do it too
         refusals = [each for each in answers if isinstance(each, BaseException) and is_refusal(each)]
@@ -231,30 +212,9 @@ class Fleet:
             raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
         merged: Any = merge(good)
         if isinstance(merged, EngineStats):
-            merged = self._stats.total({link.name for link in self._serving()})
+            merged = self._answers.stats.total({link.name for link in self._serving()})
             add_held(merged, self._tenancy.count_held())
         answer: A = merged
-        return answer
-
-    async def _ask_each(self, query: Query[A], links: list[ReplicaLink]) -> list[A | BaseException]:
-        """Returns what replicas answer, or why they do not, without those that are silent for too long. These are named
-        once for each connection, and what they answer later counts."""
-        asking = {asyncio.create_task(self._ask(query, link)): link for link in links}
-        done = await answered([*asking], ANSWER_S if isinstance(query, IN_TIME) else None)
-        for task, link in asking.items():
-            if task in done:
-                continue
-            task.add_done_callback(partial(_note_late, link.name, query))
-            if link.name not in self._silent:
-                self._silent.add(link.name)
-                LOGGER.warning("replica %s is silent; what is asked is answered without it", link.name)
-        return [task.exception() or task.result() for task in asking if task in done]
-
-    async def _ask(self, query: Query[A], link: ReplicaLink) -> A:
-        """Returns a replica's answer, and keeps its statistics."""
-        answer = await link.ask(query)
-        if isinstance(answer, EngineStats) and link.death is None:
-            self._stats.note(link.name, answer)
         return answer
 
     # Life
@@ -327,8 +287,7 @@ class Fleet:
         del self._links[link.name]
         listing.kept.discard(link.name)
         self._taking_in.discard(link.name)
-        self._stats.leave(link.name, engine_died=link.engine_died)
-        self._silent.discard(link.name)
+        self._answers.leave(link)
         if self._router is not None and self._router.knows(link.name):
             self._router.remove(link.name)
         if self.ended is not None:
@@ -541,10 +500,3 @@ class Fleet:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _note_late(replica: str, query: Query[Any], asked: asyncio.Task[Any]) -> None:
-    """Logs a change that a replica refuses and others have made. One that is gone has nothing to do any more."""
-    error = None if asked.cancelled() else asked.exception()
-    if error is not None and is_refusal(error) and Changes.is_one(query):
-        LOGGER.error(CANNOT_DO, replica, error)

@@ -51,6 +51,7 @@ class ApiKeys:
         self._on_loopback = on_loopback
         self._tenants: dict[bytes, str] = {}
         self._admins: dict[bytes, str] = {}
+        self._revoked: dict[bytes, str] = {}
         self.take(file)
 
     @property
@@ -70,7 +71,14 @@ class ApiKeys:
     def take(self, file: TenantsFile | None) -> None:
         """Replaces what is of the tenants file. Raises what `check` raises, and changes nothing."""
         self._tenants, self._admins = self._merged(file), self._admins_of(file)
+        self._revoked = {}
         self._file = file
+
+    def revoke(self, file: TenantsFile | None) -> None:
+        """Refuses the keys that a file has no more, until `take`. The others stay whose they were. Raises what `check`
+        raises, and changes nothing."""
+        kept = self._merged(file).keys() | self._admins_of(file).keys()
+        self._revoked = dict.fromkeys((self._tenants.keys() | self._admins.keys()) - kept, "")
 
     def tenant_defaults(self, tenant: str) -> Mapping[str, Any]:
         """Returns the limits of a tenant where none are given, as the tenants file has it."""
@@ -102,6 +110,8 @@ class ApiKeys:
         digest = key_digest(_sent_key(path, headers))
         tenant, is_admin = _find(digest, self._tenants.items()), _find(digest, self._admins.items()) is not None
         for_admins = _for_admins(method, path)
+        if _find(digest, self._revoked.items()) is not None:
+            raise AuthenticationError(f"this API key is known no more; send another as {HEADERS}")
         if tenant is None and not is_admin:
             if self._tenants or (self._admins and for_admins):
                 raise AuthenticationError(f"no known API key; send one as {HEADERS}")

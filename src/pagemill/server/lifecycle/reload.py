@@ -53,11 +53,12 @@ class TenantsReload:
             except ConfigError as error:
                 AUDIT.warning("keys and limits stay as they were: %s", error.message)
                 return
-            self._keys.take(file)  # at once: setting limits waits for the engine
+            self._keys.revoke(file)  # at once: setting limits waits for the engine
             before, after = self._file.limits, dict(file.limits)
             changed = {name: limits for name, limits in after.items() if before.get(name) != limits}
             gone = before.keys() - after.keys()
             refused = await self._set(changed | {name: TenantLimits() for name in gone})
+            self._keys.take(file)
             for name in refused:  # so that the next reading finds them changed
                 after.pop(name, None)
             self._file = file._replace(limits=after | {name: before[name] for name in refused if name in before})
