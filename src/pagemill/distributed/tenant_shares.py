@@ -11,9 +11,10 @@ get too much, and then too little. So each makes up for a part, the smaller the 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from pagemill.tenant_limits import TenantLimits
 
@@ -56,6 +57,26 @@ class _Served:
     total: int = 0
 
 
+class _Changes:
+    """Knows which tenants have changed since when."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        """Rises with each change."""
+        self._last: OrderedDict[str, int] = OrderedDict()
+        """When each tenant changed last, in this order."""
+
+    def note(self, tenant: str) -> None:
+        """Notes that a tenant changes now."""
+        self.now += 1
+        self._last[tenant] = self.now
+        self._last.move_to_end(tenant)
+
+    def since(self, then: int) -> list[str]:
+        """Returns the tenants that have changed after a time."""
+        return [tenant for tenant, _ in takewhile(lambda last: last[1] > then, reversed(self._last.items()))]
+
+
 def part_of(guaranteed: int, here: int, elsewhere: int) -> int:
     """Returns how many of a tenant's guaranteed blocks are its in a replica, of which it has so many active there and
     elsewhere: all that it does not have elsewhere, wherever it wants them first; and where it has more than are
@@ -65,42 +86,64 @@ def part_of(guaranteed: int, here: int, elsewhere: int) -> int:
 
 
 class TenantShares:
-    """Counts tokens and blocks by tenant and replica. limits: of tenants, by name, as they are at each call."""
+    """Counts tokens and blocks by tenant and replica.
+
+    limits: of tenants, by name, as they are at each call. Whoever changes one calls `forget_guarantee`.
+    """
 
     def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
         self._limits = limits
         self._served: defaultdict[str, _Served] = defaultdict(_Served)
+        self._service = _Changes()
         self._blocks: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._guarantees = _Changes()
         self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """Requests that replicas have, by tenant and replica."""
+        """Requests that replicas have, by replica and tenant."""
+        self._spread: Counter[str] = Counter()
+        """Numbers of replicas that have requests of a tenant."""
         self._parts: defaultdict[str, dict[str, int]] = defaultdict(dict)
         """Remembers what each replica was told of guarantees, by replica and tenant."""
+        self._told_service: dict[str, int] = {}
+        """When each replica was told of service last, as `_service` counts."""
+        self._told_guarantees: dict[str, int] = {}
+        """When each was told of guarantees last, as `_guarantees` counts."""
 
     def note_computed(self, tenant: str, replica: str, tokens: int) -> None:
         """Notes that a replica has computed tokens for a tenant."""
         served = self._served[tenant]
         served.at[replica] += tokens
         served.total += tokens
+        self._service.note(tenant)
 
     def note_requests(self, tenant: str, replica: str, more: int) -> None:
         """Notes that a replica has so many more requests of a tenant, or fewer if `more` is negative."""
-        _count(self._requests[tenant], replica, more)
+        at = self._requests[replica]
+        had_some = tenant in at
+        _count(at, tenant, more)
+        _count(self._spread, tenant, (tenant in at) - had_some)
+        if not at:
+            del self._requests[replica]
 
     def note_blocks(self, tenant: str, replica: str, more: int) -> None:
         """Notes that a tenant has so many more active blocks at a replica, or fewer if `more` is negative."""
         _count(self._blocks[tenant], replica, more)
+        self._guarantees.note(tenant)
 
     def forget(self, replica: str) -> None:
         """Forgets what a replica that is gone has computed, and was told."""
-        for served in self._served.values():
+        for tenant, served in self._served.items():
             served.total -= served.at.pop(replica, 0)
             served.told.pop(replica, None)
+            self._service.note(tenant)
+        self._told_service.pop(replica, None)
         self._parts.pop(replica, None)
+        self._told_guarantees.pop(replica, None)
 
     def forget_guarantee(self, tenant: str) -> None:
         """Forgets what replicas were told of a tenant's guarantee: with other limits each begins anew."""
         for told in self._parts.values():
             told.pop(tenant, None)
+        self._guarantees.note(tenant)
 
     def served_elsewhere(self, replica: str) -> dict[str, int]:
         """Returns, by tenant, how many tokens it is ahead, as far as these count (`MOST_ELSEWHERE`).
@@ -110,30 +153,31 @@ class TenantShares:
         """
         news = {}
         if len(self._served) > 1:
-            for tenant, served in self._served.items():
+            for tenant in self._service.since(self._told_service.get(replica, 0)):
+                served = self._served[tenant]
                 here, elsewhere = served.at[replica], served.total - served.at[replica]
                 told = served.told.setdefault(replica, _Told(here, elsewhere))
                 if count := told.news(here, elsewhere):
                     news[tenant] = count
+            self._told_service[replica] = self._service.now
         return self._leads(replica, news)
 
     def _leads(self, replica: str, news: Mapping[str, int]) -> dict[str, int]:
         """Returns what counts of tokens from elsewhere: those beyond what each tenant has had, by weight, that has
         requests here; and of these the replica's part, as of who is behind with the fewest replicas."""
-        service = {
-            tenant: news.get(tenant, 0) / self._weight(tenant) for tenant, at in self._requests.items() if at[replica]
-        }
+        if not news:
+            return {}
+        service = {tenant: news.get(tenant, 0) / self._weight(tenant) for tenant in self._requests.get(replica, ())}
         least = min(service.values(), default=0.0)
-        behind = [tenant for tenant, each in service.items() if each == least]
-        share = max((self._share_of_one(tenant) for tenant in behind), default=1.0)
+        fewest = min((self._spread[tenant] for tenant, each in service.items() if each == least), default=0)
+        share = self._share_of_one(fewest) if fewest else 1.0
         leads = {tenant: int((count - least * self._weight(tenant)) * share) for tenant, count in news.items()}
         return {tenant: lead for tenant, lead in leads.items() if lead > 0}
 
-    def _share_of_one(self, tenant: str) -> float:
-        """Returns the share of what a tenant lacks that each replica with its requests makes up for: all if only one of
-        several has some, nothing if all have, for then each is fair by itself."""
-        replicas = len({replica for at in self._requests.values() for replica in at})
-        parts = len(self._requests[tenant])
+    def _share_of_one(self, parts: int) -> float:
+        """Returns the share of what a tenant lacks that each of so many replicas with its requests makes up for: all if
+        only one of several has some, nothing if all have, for then each is fair by itself."""
+        replicas = len(self._requests)
         return (replicas - parts) / (replicas - 1) / parts if replicas > 1 else 0.0
 
     def _weight(self, tenant: str) -> float:
@@ -142,18 +186,20 @@ class TenantShares:
     def guaranteed_here(self, replica: str) -> dict[str, int]:
         """Returns how many of the blocks that are guaranteed over all replicas are tenants' in this one, for those
         where that is not what it was told last."""
-        told, news = self._parts[replica], {}
-        for tenant, limits in self._limits.items():
-            if isinstance(limits.guaranteed_blocks, int) and limits.guaranteed_blocks:
+        told, news, then = self._parts[replica], {}, self._told_guarantees.get(replica)
+        for tenant in self._limits if then is None else self._guarantees.since(then):
+            limits = self._limits.get(tenant)
+            if limits is not None and isinstance(limits.guaranteed_blocks, int) and limits.guaranteed_blocks:
                 blocks = self._blocks[tenant]
                 part = part_of(limits.guaranteed_blocks, blocks[replica], blocks.total() - blocks[replica])
                 if told.get(tenant) != part:
                     told[tenant] = news[tenant] = part
+        self._told_guarantees[replica] = self._guarantees.now
         return news
 
 
-def _count(counts: Counter[str], replica: str, more: int) -> None:
-    """Adds to a replica's count; replicas come and go, so none stays with nothing."""
-    counts[replica] += more
-    if not counts[replica]:
-        del counts[replica]
+def _count(counts: Counter[str], name: str, more: int) -> None:
+    """Adds to a count; replicas and tenants' requests come and go, so none stays with nothing."""
+    counts[name] += more
+    if not counts[name]:
+        del counts[name]
