@@ -16,19 +16,18 @@ import secrets
 import select
 import signal
 import socket
-import sys
 import tempfile
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pagemill.child_process import start_child
 from pagemill.distributed.driver import RELAY, Said
+from pagemill.distributed.log_pipe import log_pipe
 from pagemill.distributed.plan import FleetPlan
 from pagemill.errors import EngineDeadError
 from pagemill.frontend.supervisor import RestartLimits
@@ -39,7 +38,6 @@ PR_SET_CHILD_SUBREAPER = 36
 SHUTDOWN_S = 20.0
 """Seconds, beside those in which answers may go on and blocks are written to disk, after which what has not ended is
 killed."""
-LOG_BYTES = 1 << 16
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -62,7 +60,7 @@ def serve_fleet(plan: FleetPlan, restarts: RestartLimits, on_ready: Callable[[st
     os.environ.update(ENVIRONMENT, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     _adopt_orphans()
     signals = _Signals()
-    with _folder() as folder, signals, _log_pipe(Path(folder, "log")) as log_path, _listening(plan) as sock:
+    with _folder() as folder, signals, log_pipe(Path(folder, "log")) as log_path, _listening(plan) as sock:
         cluster = _Cluster(replace(plan, log_path=log_path), folder)
         front_end = _FrontEnd(plan, folder, sock)
         try:
@@ -276,27 +274,6 @@ class _Signals:
     def _ignore(self, number: int, _: object) -> None:
         self._ignored.append(number)
         self._wake.send(b"\0")
-
-
-@contextlib.contextmanager
-def _log_pipe(path: Path) -> Iterator[str]:
-    """Gives a pipe's path; what is written to it appears on this process's stderr."""
-    os.mkfifo(path, 0o600)
-    descriptor = os.open(path, os.O_RDWR)
-
-    def copy() -> None:
-        while (data := os.read(descriptor, LOG_BYTES)) != b"\0":
-            os.write(sys.stderr.fileno(), data)
-
-    thread = threading.Thread(target=copy, name="log", daemon=True)
-    thread.start()
-    try:
-        yield str(path)
-    finally:
-        time.sleep(0.05)  # what has just been written stands alone in the pipe, and the end behind it
-        os.write(descriptor, b"\0")
-        thread.join(1.0)
-        os.close(descriptor)
 
 
 def _adopt_orphans() -> None:
