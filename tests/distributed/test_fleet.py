@@ -9,6 +9,7 @@ from recorded_fleet import FACTS, RecordedLink, failures, request, run, settle
 from pagemill import SamplingParams
 from pagemill.distributed import answers
 from pagemill.distributed import fleet as fleet_module
+from pagemill.distributed.fleet_tenancy import FleetTenancy
 from pagemill.engine.messages import (
     DIGEST_BYTES,
     AbortRequests,
@@ -191,6 +192,27 @@ def test_a_tenants_limit_holds_over_all_replicas_and_the_next_goes_when_one_ends
         assert sum({"team5", "team6"} <= {*link.requests} for link in links.values()) == 1
 
     run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_of_requests_that_wait_for_their_tenant_the_first_alone_is_tried_again(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        await fleet.ask(SetTenant("team", TenantLimits(max_running=1)))
+        for number in range(9):
+            fleet.submit(request(f"team{number}", tenant="team"))
+        tried, place = [], FleetTenancy.place
+
+        def recorded(tenancy, request_id, *more):
+            tried.append(request_id)
+            return place(tenancy, request_id, *more)
+
+        monkeypatch.setattr(FleetTenancy, "place", recorded)
+        await fleet.ask(SetTenant("team", TenantLimits(max_running=1)))
+        assert tried == ["team1"]
+        await fleet.ask(SetTenant("team", TenantLimits(max_running=3)))
+        assert tried[1:] == ["team1", "team2", "team3"]
+        assert links["a"].requests == ["team0", "team1", "team2"]
+
+    run(monkeypatch, scenario)
 
 
 def test_a_replica_is_told_what_its_tenants_have_had_elsewhere(monkeypatch):

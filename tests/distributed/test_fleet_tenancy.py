@@ -20,7 +20,7 @@ from pagemill.tenant_limits import TenantLimits
 
 REPLICAS = ("a", "b", "c")
 LIMITS = {
-    "rows": TenantLimits(max_running=4),
+    "rows": TenantLimits(max_running=4, max_waiting=0),
     "blocks": TenantLimits(max_blocks=12),
     "both": TenantLimits(max_running=3, max_blocks=20),
     "free": TenantLimits(max_running="75%", max_blocks="50%"),
@@ -28,7 +28,7 @@ LIMITS = {
 
 acts = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "add", "pin", "end", "lose", "rest", "limit"]),
+        st.sampled_from(["add", "add", "add", "pin", "begin", "end", "lose", "rest", "limit"]),
         st.sampled_from(["rows", "rows", "blocks", "blocks", "both", "free", "unnamed"]),
         st.integers(1, 5),  # rows
         st.integers(1, 14),  # blocks
@@ -48,11 +48,18 @@ class Model:
         self.wanted, self.at = {}, {}
         self.pinned = dict.fromkeys([*LIMITS, "unnamed"], Pinned())
         self.taking = [*REPLICAS]
+        self.begun, self.held = set(), set()
 
     def go(self, request_id, which=0):
-        wanted = self.wanted[request_id]
-        place = self.tenancy.place(request_id, wanted, self.taking, self.pinned[wanted.tenant])
+        wanted, is_new = self.wanted[request_id], request_id not in self.at
+        held = self.held_of(wanted.tenant)
         self.at[request_id] = None
+        is_first = held[0] == request_id if request_id in held else not (held and is_new)
+        room = self.room_for(wanted) if is_first else set()
+        place = self.tenancy.place(request_id, wanted, self.taking, self.pinned[wanted.tenant])
+        assert place in room if room else place is None
+        (self.held.add if place is None else self.held.discard)(request_id)
+        assert self.tenancy.is_behind(request_id) == (place is None and self.held_of(wanted.tenant)[0] != request_id)
         if place is not None and self.taking:
             assert place == ANYWHERE or place in self.taking
             self.at[request_id] = place or self.taking[which % len(self.taking)]
@@ -63,6 +70,34 @@ class Model:
                 assert self.pinned[wanted.tenant].replica == self.at[request_id], "pins have one home"
             self.check(request_id)
 
+    def held_of(self, tenant):
+        """Returns what is held back of a tenant, in the order in which it came."""
+        return sorted((one for one in self.held if self.wanted[one].tenant == tenant), key=int)
+
+    def room_for(self, wanted):
+        """Returns the places where there is room for a request, any of which is right."""
+        limits = self.limits.get(wanted.tenant, TenantLimits())
+        others = [one for one, at in self.at.items() if at and self.wanted[one].tenant == wanted.tenant]
+        home, pinned = self.pinned[wanted.tenant]
+        most_rows = limits.max_running if isinstance(limits.max_running, int) else None
+        if others and most_rows and sum(self.wanted[one].rows for one in others) + wanted.rows > most_rows:
+            return set()
+        if not isinstance(limits.max_blocks, int):
+            return {ANYWHERE}
+        home = home if wanted.pins or pinned else ""
+        if sum(self.wanted[one].blocks for one in others) + pinned + wanted.blocks <= limits.max_blocks:
+            return {home} & {*self.taking} if wanted.pins and home else {ANYWHERE}
+        places = ({home} - {""}) | {self.at[one] for one in others}
+        return ({*places} & {*self.taking} if len(places) == 1 else set()) if places else {ANYWHERE}
+
+    def count_waiting(self, tenant, seats):
+        """Returns how many of a tenant's sequences wait beside those that can begin."""
+        own = [one for one in self.wanted if self.wanted[one].tenant == tenant]
+        rows = {one: self.wanted[one].rows for one in self.wanted}
+        begun = sum(rows[one] for one in own if one in self.begun)
+        room = min(seats - sum(rows[one] for one in self.begun), self.limits[tenant].max_running - begun)
+        return max(0, sum(rows[one] for one in own) - begun - max(0, room))
+
     def find_homes(self):
         """Gives pins that are in no replica one that takes requests."""
         for tenant, (home, blocks) in self.pinned.items():
@@ -70,13 +105,19 @@ class Model:
                 self.pinned[tenant] = Pinned(self.taking[0], blocks)
 
     def end(self, request_id):
-        wanted, at = self.wanted.pop(request_id), self.at.pop(request_id)
+        wanted, at = self.wanted[request_id], self.at.pop(request_id)
         if wanted.pins and at == self.pinned[wanted.tenant].replica:
             self.pinned[wanted.tenant] = Pinned(at, self.pinned[wanted.tenant].blocks + wanted.blocks)
+        own = [one for one in self.held_of(wanted.tenant) if one != request_id]
+        self.held.discard(request_id)
+        self.begun.discard(request_id)
+        del self.wanted[request_id]
         for held in self.tenancy.end(request_id):
+            assert held == own.pop(0)
             self.go(held)
             if self.at[held] is None:
-                break
+                return
+        assert not own, "each is tried until one has to stay"
 
     def check(self, request_id):
         """Sees that what has just been sent is within its tenant's limits."""
@@ -98,6 +139,10 @@ def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_
         if act in ("add", "pin"):
             model.wanted[str(number)] = Wanted(tenant, rows, blocks, 10, 20, pins=act == "pin")
             model.go(str(number), which)
+        elif act == "begin" and (sent := [one for one, at in model.at.items() if at]):
+            begins = sent[which % len(sent)]
+            model.begun.add(begins)
+            model.tenancy.note_tokens(begins, 0, 1)
         elif act == "end" and model.at:
             model.end([*model.at][which % len(model.at)])
         elif act == "lose":
@@ -118,11 +163,14 @@ def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_
             for one in [one for one, at in model.at.items() if at is None]:
                 model.go(one)
         elif act == "limit" and tenant == "rows":
-            model.limits["rows"] = TenantLimits(max_running=rows)
+            model.limits["rows"] = TenantLimits(max_running=rows, max_waiting=0)
             model.tenancy.set_limits("rows", model.limits["rows"])
             for one in [one for one, at in model.at.items() if at is None]:
                 model.go(one)
+        with pytest.raises(TooManyWaitingError, match=f"^{model.count_waiting('rows', which)} sequences"):
+            model.tenancy.check("rows", which)
         held = model.tenancy.count_held()
+        assert held == Counter(model.wanted[one].tenant for one in model.held for _ in range(model.wanted[one].rows))
         waits = Counter(model.wanted[one].tenant for one, at in model.at.items() if at is None)
         if model.taking:
             for tenant in held:  # what is held back waits for something that ends
@@ -136,6 +184,46 @@ def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_
     while model.at:
         model.end(next(one for one, at in model.at.items() if at))
     assert model.tenancy.count_held() == {}
+
+
+class Sized(Wanted):
+    """Counts how often anybody looks at what a request takes."""
+
+    looks = 0
+
+    def __getattribute__(self, name):
+        if name in ("rows", "blocks"):
+            Sized.looks += 1
+        return super().__getattribute__(name)
+
+
+class Id(str):
+    """Counts how often it is compared with others."""
+
+    __slots__ = ()
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        Id.compared += 1
+        return super().__eq__(other)
+
+
+@pytest.mark.parametrize("count", [20, 500])
+def test_what_is_done_for_a_request_does_not_grow_with_those_of_its_tenant(count):
+    tenancy = FleetTenancy({"team": TenantLimits(max_running=count, max_blocks=count, max_waiting=9 * count)})
+    ids = [Id(number) for number in range(2 * count)]
+    for one in ids:
+        if tenancy.place(one, Sized("team", 1, 1, 10, 20), REPLICAS) is not None:
+            tenancy.note_sent(one, "a")
+    assert tenancy.count_held() == {"team": count}
+    Sized.looks = Id.compared = 0
+    tenancy.check("team", 12)
+    assert [*tenancy.end(Id(2 * count - 2))] == [str(count)]
+    assert tenancy.place(ids[-1], Sized("team", 1, 1, 10, 20), REPLICAS) is None
+    tenancy.note_sent(ids[0], None)
+    assert tenancy.place(ids[0], Sized("team", 1, 1, 10, 20), REPLICAS) == ANYWHERE
+    assert Sized.looks + Id.compared < 40
 
 
 @pytest.mark.parametrize("taking", [REPLICAS, ()])
@@ -164,7 +252,7 @@ def test_max_waiting_counts_what_waits_at_all_replicas_and_here():
     with pytest.raises(TooManyWaitingError, match="3 sequences of tenant 'team' wait, over all replicas"):
         tenancy.check("team", 12)
     tenancy.note_tokens("0", 0, 1)
-    assert tenancy.end("0") == ["2", "3", "4"]
+    assert [*tenancy.end("0")] == ["2"], "which has not gone"
     tenancy.check("team", 12)
     tenancy.check("other", 12)
 

@@ -453,7 +453,9 @@ class Fleet:
     def _send_waiting(self) -> None:
         """Sends the requests that nobody has, as far as there are replicas and their tenants' limits let them."""
         for flight in self._flights.at(None):
-            if flight.replica is None and self._flights.get(flight.asked.request_id) is flight:  # still
+            name = flight.asked.request_id
+            still_waits = flight.replica is None and self._flights.get(name) is flight
+            if still_waits and not self._tenancy.is_behind(name):
                 self._go_on(flight, "no replica is left")
 
     def _go_on(self, flight: Flight, why: str) -> None:

@@ -10,10 +10,10 @@ It knows no clock and no Ray: the same code runs in the simulator.
 from __future__ import annotations
 
 import itertools
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pagemill.distributed.tenant_shares import TenantShares
@@ -60,13 +60,14 @@ NOTHING = Pinned()
 class _Known:
     """A request that has not ended. number: rises with the requests.
 
-    replica: who has it; None while nobody does. begun: whether it has brought a token. answered: tokens that it has.
-    counted: its active blocks, as they count in `shares`.
+    replica: who has it; None while nobody does. is_held: whether it waits for its tenant's own limits. begun: whether
+    it has brought a token. answered: tokens that it has. counted: its active blocks, as they count in `shares`.
     """
 
     number: int
     wanted: Wanted
     replica: str | None = None
+    is_held: bool = False
     begun: bool = False
     answered: int = 0
     counted: int = 0
@@ -81,6 +82,31 @@ class _Known:
         return -(-wanted.blocks * tokens // (rows * wanted.most_tokens))
 
 
+@dataclass
+class _Sums:
+    """Counts what a tenant has over all replicas.
+
+    rows: sequences of all its requests. begun: of those that have brought a token. sent: of those that replicas have.
+    blocks: the most that these may come to. at: how many of these each replica has. held: numbers and ids of requests
+    that wait for the tenant's own limits, in the order in which they came.
+    """
+
+    rows: int = 0
+    begun: int = 0
+    sent: int = 0
+    blocks: int = 0
+    at: Counter[str] = field(default_factory=Counter)
+    held: list[tuple[int, str]] = field(default_factory=list)
+
+    def count(self, replica: str, wanted: Wanted, more: Literal[1, -1]) -> None:
+        """Counts that a replica has a request more, or fewer."""
+        self.sent += more * wanted.rows
+        self.blocks += more * wanted.blocks
+        self.at[replica] += more
+        if not self.at[replica]:
+            del self.at[replica]
+
+
 class FleetTenancy:
     """Counts over all replicas. Limits of tenants that have not been set are none.
 
@@ -90,13 +116,11 @@ class FleetTenancy:
     def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
         self._limits = dict(limits)
         self._requests: dict[str, _Known] = {}
-        self._of: defaultdict[str, dict[str, _Known]] = defaultdict(dict)
-        """The same, by tenant."""
-        self._begun: Counter[str] = Counter()
-        """Sequences of requests that have brought a token, by tenant."""
+        self._sums: defaultdict[str, _Sums] = defaultdict(_Sums)
+        """What each tenant has."""
+        self._begun = 0
+        """Sequences of requests that have brought a token."""
         self._numbers = itertools.count()
-        self._held: defaultdict[str, list[str]] = defaultdict(list)
-        """Ids of requests that wait for their tenant's own limits, in the order in which they came."""
         self.shares = TenantShares(self._limits)
 
     def set_limits(self, tenant: str, limits: TenantLimits) -> None:
@@ -118,8 +142,8 @@ class FleetTenancy:
         limits = self._limits.get(tenant)
         if limits is None or limits.max_waiting is None:
             return
-        begun, own = self._begun.total(), self._begun[tenant]
-        waiting = sum(one.wanted.rows for one in self._of[tenant].values() if not one.begun)
+        begun, own = self._begun, self._sums[tenant].begun
+        waiting = self._sums[tenant].rows - own
         most = limits.number("max_running", rows, least=1)
         startable = rows - begun if most is None else min(rows - begun, most - own)
         waiting = max(0, waiting - max(0, startable))
@@ -139,19 +163,25 @@ class FleetTenancy:
         are held back. Where one replica has all of them, it keeps `max_blocks`; several may have them only while the
         most that they may come to is within. Pins count as requests that do not end, and a tenant's are in one replica.
         """
-        held = self._held[wanted.tenant]
+        sums = self._sums[wanted.tenant]
         if is_new := request_id not in self._requests:
             self._requests[request_id] = _Known(next(self._numbers), wanted)
-        one = self._of[wanted.tenant][request_id] = self._requests[request_id]
+            sums.rows += wanted.rows
+        one = self._requests[request_id]
         self._put(one, None)
-        is_held = request_id in held
-        comes_first = held[0] == request_id if is_held else not (held and is_new)
+        comes_first = not self.is_behind(request_id) if one.is_held else not (sums.held and is_new)
         place = self._room_for(wanted, replicas, pinned) if comes_first else None
-        if is_held and place is not None:
-            held.pop(0)
-        elif not is_held and place is None:
-            insort(held, request_id, key=lambda each: self._requests[each].number)
+        if one.is_held and place is not None:
+            sums.held.pop(0)
+        elif not one.is_held and place is None:
+            insort(sums.held, (one.number, request_id))
+        one.is_held = place is None
         return place
+
+    def is_behind(self, request_id: str) -> bool:
+        """Returns whether a request is held back behind another of its tenant, so that `place` would not let it go."""
+        one = self._requests.get(request_id)
+        return one is not None and one.is_held and self._sums[one.wanted.tenant].held[0][0] != one.number
 
     def note_sent(self, request_id: str, replica: str | None) -> None:
         """Notes which replica has a request; None: it waits for one."""
@@ -165,42 +195,54 @@ class FleetTenancy:
         if one is not None and one.replica is not None:
             computed = answered + (0 if one.begun else max(0, one.wanted.prompt_tokens - cached))
             self.shares.note_computed(one.wanted.tenant, one.replica, computed)
-            self._begun[one.wanted.tenant] += 0 if one.begun else one.wanted.rows
-            one.begun = True
+            if not one.begun:
+                self._count_begun(one, one.wanted.rows)
+                one.begun = True
             one.answered += answered
             self._put(one, one.replica)
 
-    def end(self, request_id: str) -> list[str]:
-        """Ends a request, however it ended. Returns its tenant's that are held back, in their order: `place` says which
-        of them may go now. Ids that have ended are ignored."""
+    def end(self, request_id: str) -> Iterator[str]:
+        """Ends a request, however it ended. Gives its tenant's that are held back, in their order, each once the one
+        before it has gone: `place` says whether it may go now. Ids that have ended are ignored."""
         one = self._requests.pop(request_id, None)
         if one is None:
-            return []
+            return iter(())
         self._put(one, None)
-        del self._of[one.wanted.tenant][request_id]
-        self._begun[one.wanted.tenant] -= one.wanted.rows * one.begun
-        held = self._held[one.wanted.tenant]
-        if request_id in held:
-            held.remove(request_id)
-        return [*held]
+        sums = self._sums[one.wanted.tenant]
+        sums.rows -= one.wanted.rows
+        if one.begun:
+            self._count_begun(one, -one.wanted.rows)
+        if one.is_held:
+            del sums.held[bisect_left(sums.held, (one.number, request_id))]
+        return _firsts(sums.held)
 
     def count_held(self) -> dict[str, int]:
         """Returns how many sequences are held back, by tenant."""
         return {
-            tenant: sum(self._requests[each].wanted.rows for each in held)
-            for tenant, held in self._held.items()
-            if held
+            tenant: sum(self._requests[each].wanted.rows for _, each in sums.held)
+            for tenant, sums in self._sums.items()
+            if sums.held
         }
+
+    def _count_begun(self, one: _Known, more: int) -> None:
+        """Counts sequences more of requests that have brought a token, or fewer."""
+        self._begun += more
+        self._sums[one.wanted.tenant].begun += more
 
     def _put(self, one: _Known, replica: str | None) -> None:
         """Counts a request, with the blocks that it has by now, at a replica; None: at none."""
+        blocks, wanted = one.blocks, one.wanted
+        if (replica, blocks) == (one.replica, one.counted):
+            return
         if one.replica is not None:
-            self.shares.note_blocks(one.wanted.tenant, one.replica, -one.counted)
-            self.shares.note_requests(one.wanted.tenant, one.replica, -1)
-        one.replica, one.counted = replica, one.blocks
+            self.shares.note_blocks(wanted.tenant, one.replica, -one.counted)
+            self.shares.note_requests(wanted.tenant, one.replica, -1)
+            self._sums[wanted.tenant].count(one.replica, wanted, -1)
+        one.replica, one.counted = replica, blocks
         if replica is not None:
-            self.shares.note_blocks(one.wanted.tenant, replica, one.counted)
-            self.shares.note_requests(one.wanted.tenant, replica, 1)
+            self.shares.note_blocks(wanted.tenant, replica, blocks)
+            self.shares.note_requests(wanted.tenant, replica, 1)
+            self._sums[wanted.tenant].count(replica, wanted, 1)
 
     def _room_for(self, wanted: Wanted, replicas: Collection[str], pinned: Pinned) -> str | None:
         """Returns where there is room for a request, as `place` does, whatever waits before it."""
@@ -208,18 +250,26 @@ class FleetTenancy:
         rows, blocks = (None, None) if limits is None else (limits.max_running, limits.max_blocks)
         if not isinstance(rows, int) and not isinstance(blocks, int):
             return ANYWHERE  # no limits, or shares, which each replica keeps
-        others = [one for one in self._of[wanted.tenant].values() if one.replica]
-        if isinstance(rows, int) and others and sum(one.wanted.rows for one in others) + wanted.rows > rows:
+        others = self._sums[wanted.tenant]
+        if isinstance(rows, int) and others.at and others.sent + wanted.rows > rows:
             return None
         if not isinstance(blocks, int):
             return ANYWHERE
-        fits = sum(one.wanted.blocks for one in others) + pinned.blocks + wanted.blocks <= blocks
+        fits = others.blocks + pinned.blocks + wanted.blocks <= blocks
         home = pinned.replica if wanted.pins or pinned.blocks else ""
         if fits and not (wanted.pins and home):
             return ANYWHERE
         if fits:
             return home if home in replicas else None
-        places = {place for place in (home, *(one.replica for one in others)) if place}
+        places = {place for place in (home, *others.at) if place}
         if not places:
             return ANYWHERE
         return next(iter(places)) if len(places) == 1 and places <= {*replicas} else None
+
+
+def _firsts(held: list[tuple[int, str]]) -> Iterator[str]:
+    """Gives the first of requests that are held back, as long as the one before has gone."""
+    before = None
+    while held and held[0] != before:
+        before = held[0]
+        yield before[1]
