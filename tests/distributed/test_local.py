@@ -34,7 +34,7 @@ def test_engines_with_a_disk_have_as_long_as_in_a_single_server(monkeypatch, set
     monkeypatch.setattr(local, "_FrontEnd", front_end)
     for name in ("_live", "_adopt_orphans", "_end_descendants"):
         monkeypatch.setattr(local, name, lambda *_: None)
-    monkeypatch.setattr(local, "_log_pipe", lambda path: contextlib.nullcontext(str(path)))
+    monkeypatch.setattr(local, "log_pipe", lambda path: contextlib.nullcontext(str(path)))
     monkeypatch.setattr(local, "os", SimpleNamespace(environ={}))
     local.serve_fleet(plan(**settings), RestartLimits(), print)
     assert waited == {front_end: 7 + local.SHUTDOWN_S, cluster: keeping_s + local.SHUTDOWN_S}

@@ -13,6 +13,7 @@ from pagemill.distributed.fleet_stats import FleetStats
 from pagemill.distributed.replica_link import ReplicaLink, is_refusal
 from pagemill.engine.queries import BlocksQuery, KVMapQuery, PinsQuery, Query, SequencesQuery, SetTenant, StatsQuery
 from pagemill.engine.stats import EngineStats
+from pagemill.errors import PagemillError
 
 LOGGER = logging.getLogger(__name__)
 
@@ -70,6 +71,14 @@ class Answers:
         if isinstance(answer, EngineStats) and link.death is None:
             self.stats.note(link.name, answer)
         return answer
+
+
+async def repeat(change: Query[Any], link: ReplicaLink) -> None:
+    """Makes a replica do what the others have. Where it cannot, its requests are refused and others go on."""
+    try:
+        await link.ask(change)
+    except PagemillError as error:
+        LOGGER.error(CANNOT_DO, link.name, error)
 
 
 async def _answered(asking: Sequence[asyncio.Task[Any]], timeout_s: float | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pagemill.config import EngineConfig
 from pagemill.distributed import listing
-from pagemill.distributed.answers import CANNOT_DO, Answers
+from pagemill.distributed.answers import Answers, repeat
 from pagemill.distributed.changes import Changes
 from pagemill.distributed.fleet_pins import FleetPins
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
@@ -101,7 +101,7 @@ class Fleet:
         self._changes = Changes()
         self._pins = FleetPins(self._tenancy)
         self._losses = Losses(restarts)
-        self._answers = Answers()
+        self._asked = Answers()
         self._patience: asyncio.TimerHandle | None = None
         """Ends the wait for a replica; None while there is one."""
         self._gave_up: str | None = None
@@ -191,7 +191,7 @@ class Fleet:
         is_change, asked, answers = Changes.is_one(query), set[str](), list[Any]()
         while links := [link for link in self._serving() if link.name not in asked]:
             asked |= {link.name for link in links}
-            answers += await self._answers.ask(query, links)
+            answers += await self._asked.ask(query, links)
             if not is_change:
                 break  # else replicas that have come meanwhile do it too
         refusals = [each for each in answers if isinstance(each, BaseException) and is_refusal(each)]
@@ -203,7 +203,7 @@ class Fleet:
             if isinstance(query, SetTenant):
                 self._tenancy.set_limits(query.name, query.limits)
                 for link, end in self._pins.note_limits(query.name, self._serving()):
-                    self._keep(self._repeat(end, link))
+                    self._keep(repeat(end, link))
                 self._send_waiting()
         if isinstance(query, Unpin) and good:
             self._pins.remove(query.name, Namespace(query.tenant, query.cache_salt))
@@ -212,7 +212,7 @@ class Fleet:
             raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
         merged: Any = merge(good)
         if isinstance(merged, EngineStats):
-            merged = self._answers.stats.total({link.name for link in self._serving()})
+            merged = self._asked.stats.total({link.name for link in self._serving()})
             add_held(merged, self._tenancy.count_held())
         answer: A = merged
         return answer
@@ -256,7 +256,7 @@ class Fleet:
     def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
         assert self._router is not None
         for end in self._pins.note_outputs(outputs):
-            self._keep(self._repeat(end, link))
+            self._keep(repeat(end, link))
         ending = self._flights.ending(link.name, outputs)
         new, handed_over = self._flights.take(link.name, outputs), list[Flight]()
         for output in new:
@@ -287,7 +287,7 @@ class Fleet:
         del self._links[link.name]
         listing.kept.discard(link.name)
         self._taking_in.discard(link.name)
-        self._answers.leave(link)
+        self._asked.leave(link)
         if self._router is not None and self._router.knows(link.name):
             self._router.remove(link.name)
         if self.ended is not None:
@@ -353,7 +353,7 @@ class Fleet:
         done = 0
         while change := self._changes.next(done):
             done = change[0]
-            await self._repeat(change[1], link)
+            await repeat(change[1], link)
         if self._links.get(link.name) is not link:  # it is gone, and another connection may have come
             return
         self._taking_in.discard(link.name)
@@ -367,13 +367,6 @@ class Fleet:
         self._pins.bring(link)
         self._loaded.set()
         self._send_waiting()
-
-    async def _repeat(self, change: Query[Any], link: ReplicaLink) -> None:
-        """Makes a replica do what the others have. Where it cannot, its requests are refused and others go on."""
-        try:
-            await link.ask(change)
-        except PagemillError as error:
-            LOGGER.error(CANNOT_DO, link.name, error)
 
     def _close_if_idle(self, link: ReplicaLink) -> None:
         """Closes the connection to a replica that takes no more requests, once it has none."""
