@@ -83,6 +83,7 @@ def test_generate_searches_with_beams():
     ("args", "words"),
     [
         (["generate", MODEL, "x", "--beam-width", "0"], "beam_width is 0"),
+        (["generate", MODEL, "x", "--max-tokens", "0"], "max_tokens is 0"),
         (["generate", MODEL, "x", "--beam-width", "2", "--top-k", "3"], "top_k is 3, which has no meaning with"),
         (["generate", MODEL, "x", "--beam-width", "2", "--stop", "."], "stop is ['.'], which has no meaning with"),
         (

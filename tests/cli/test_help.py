@@ -110,6 +110,7 @@ def test_every_listing_is_also_json():
         (["chat", "m", "-c", "9", HERE], "no flag -c; did you mean --max-model-len? see pagemill chat --help"),
         (["serve", "m", "-tp", "2", HERE], "-tp; did you mean --tensor-parallel-size? see pagemill serve --help"),
         (["serve", "m", "-tp=2", HERE], "-tp; did you mean --tensor-parallel-size? see pagemill serve --help"),
+        (["bench", "m", "--num-requests=4"], "--num-requests; did you mean --num-prompts? see pagemill bench --help"),
         (["ls", "-tp", "2"], "error: there is no flag -tp; see pagemill ls --help"),
         (
             ["serve", "m", "--no-enable-lor", HERE],
