@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagemill.distributed.plan_arguments import OF_PROXIES, SECRET, plan_of
+from pagemill.distributed.plan_arguments import OF_ONE_ENGINE, OF_PROXIES, SECRET, plan_of
 from pagemill.engine.messages import Peering
 from pagemill.errors import ConfigError
 
@@ -22,10 +22,26 @@ def test_without_a_key_nobody_is_served_unless_that_is_said(environment):
     assert plan_of({**MODEL, "allow_unauthenticated": True}, environment).access.allow_unauthenticated
 
 
-@pytest.mark.parametrize("name", [*OF_PROXIES, "otlp_traces_endpoint", "no_such_setting"])
+@pytest.mark.parametrize("name", [*OF_PROXIES, *OF_ONE_ENGINE, "no_such_setting"])
 def test_what_has_no_effect_is_refused_by_name(name):
     with pytest.raises(ConfigError, match=name):
         plan_of({**MODEL, name: 1}, {"PAGEMILL_API_KEY": "k"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("served_model_name", 123, "is 123; it must be a text or a list of texts"),
+        ("served_model_name", ["a", 1], "it must be a text or a list of texts"),
+        ("tenants", 7, "is 7; it must be the path of a file"),
+        ("engine_resources", "abc", "is 'abc'; it must be an object"),
+        ("front_end_resources", [1], "it must be an object"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(name, value, words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        plan_of({**MODEL, name: value}, {"PAGEMILL_API_KEY": "k"})
+    assert refused.value.param == name
 
 
 def test_replicas_are_a_number_or_two():

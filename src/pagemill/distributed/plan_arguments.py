@@ -28,10 +28,12 @@ OWN = frozenset({
 })  # fmt: skip
 """Arguments of a fleet, beside those of engines and of the server."""
 OF_PROXIES = (
-    "ssl_certfile", "ssl_keyfile", "forwarded_allow_ips", "max_connections", "max_connections_per_client",
-    "request_timeout_s", "reading_timeout_s",
+    "host", "port", "ssl_certfile", "ssl_keyfile", "forwarded_allow_ips", "max_connections",
+    "max_connections_per_client", "request_timeout_s", "reading_timeout_s",
 )  # fmt: skip
 """Settings of `pagemill serve` that say how connections are treated: here they are Ray Serve's."""
+OF_ONE_ENGINE = ("otlp_traces_endpoint", "pin_file")
+"""Settings of `pagemill serve` that a fleet does not know."""
 
 
 def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPlan:
@@ -46,8 +48,15 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
         raise ConfigError(f"model is {shown(model)}; name one: model=smollm2-135m", param="model")
     names = left.pop("served_model_name", None) or [model]
     names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"served_model_name is {shown(names)}; it must be a text or a list of texts (put quotes around a number)",
+            param="served_model_name",
+        )
     check_served_names(names)
     tenants_file = left.pop("tenants", None)
+    if not isinstance(tenants_file, str | None):
+        raise ConfigError(f"tenants is {shown(tenants_file)}; it must be the path of a file", param="tenants")
     tenants = None if tenants_file is None else read_tenants_file(tenants_file)
     routing = left.pop("routing", "least-work")
     replicas = _replicas(left)
@@ -74,8 +83,8 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
         access=access,
         logs=ServerLogs(**groups["ServerLogs"]),
         restarts=RestartLimits(**groups["RestartLimits"]),
-        engine_resources=left.pop("engine_resources", {"num_cpus": 1}),
-        front_end_resources=left.pop("front_end_resources", {"num_cpus": 0}),
+        engine_resources=_resources(left, "engine_resources", {"num_cpus": 1}),
+        front_end_resources=_resources(left, "front_end_resources", {"num_cpus": 0}),
         **transfer,
     )
     if left:
@@ -84,6 +93,17 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
         raise ConfigError(f"there is no argument {shown(name)}; known are {', '.join(known)} and those of the server")
     plan.engine_config()
     return plan
+
+
+def _resources(args: dict[str, Any], name: str, default: dict[str, Any]) -> dict[str, Any]:
+    """Takes Ray's `ray_actor_options` out of the arguments."""
+    given: Any = args.pop(name, default)
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"{name} is {shown(given)}; it must be an object of Ray's ray_actor_options, such as {{num_cpus: 8}}",
+            param=name,
+        )
+    return given
 
 
 def _replicas(args: dict[str, Any]) -> int | tuple[int, int]:
@@ -137,8 +157,8 @@ def _refuse_settings_of_proxies(args: Mapping[str, Any]) -> None:
                 f"(http_options)",
                 param=name,
             )
-    if "otlp_traces_endpoint" in args:
-        raise ConfigError(
-            "otlp_traces_endpoint is not known to a fleet; leave it out, or serve one engine by pagemill serve",
-            param="otlp_traces_endpoint",
-        )
+    for name in OF_ONE_ENGINE:
+        if name in args:
+            raise ConfigError(
+                f"{name} is not known to a fleet; leave it out, or serve one engine by pagemill serve", param=name
+            )
