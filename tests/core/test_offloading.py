@@ -337,6 +337,18 @@ def test_host_memory_of_the_pools_size_is_the_default_beside_a_gpu(
     core.close()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_start_says_where_blocks_lie_and_what_the_disk_has_no_room_for(make_engine, tmp_path, caplog, shared):
+    settings = {"kv_disk_path": str(tmp_path), "kv_disk_shared": shared, "kv_host_memory": 10 * FRAME_BYTES}
+    core = make_engine(**SMALL, **settings, kv_disk_memory="1GiB")
+    core.close()
+    said = core.ready.description
+    assert f" MiB of host memory and up to 1.0 GiB on disk, in {tmp_path} for evicted blocks" in said
+    assert not caplog.messages
+    make_engine(**SMALL, **settings, kv_disk_memory="100PiB").close()
+    assert f"kv_disk_memory is 100PiB, and {tmp_path} has room for" in caplog.text
+
+
 def test_beside_a_gpu_what_is_preempted_goes_to_host_memory_by_default(crowd, make_engine):
     requests, expected = crowd
     core = make_engine(**SMALL | {"max_num_seqs": 6, "own_memory": True})

@@ -468,6 +468,7 @@ class EngineCore:
             kv_format_name=facts.kv_format,
             numerics=facts.numerics,
             tells_disk=self.tiers is not None and self.tiers.watch is not None,
+            disk="" if self.tiers is None else self.tiers.where,
             warm_up=self._warm_up,
         )
 

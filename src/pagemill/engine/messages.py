@@ -314,6 +314,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """Host and port at which peers fetch this engine's blocks; empty: they do not."""
     tells_disk: bool = False
     """Whether `Held` tells what is on this engine's disk."""
+    disk: str = ""
+    """Says in words for people how much room evicted blocks have on disk, and where."""
     warm_up: str = ""
     """Says in words for people what was done before the first step: kernels compiled, decode steps captured."""
 
@@ -321,10 +323,12 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     def description(self) -> str:
         """Returns one line for people: device, dtype, kernels, the pool as it is now, and the warm-up."""
         fit = f", {self.longest_sequence} of max_model_len={self.max_model_len} fit"
-        host = f"; {self.host_bytes / 2**20:.0f} MiB of host memory for evicted blocks" if self.host_bytes else ""
+        host = f"{self.host_bytes / 2**20:.0f} MiB of host memory" if self.host_bytes else ""
+        below = " and ".join(filter(None, (host, self.disk and f"up to {self.disk}")))
         return (
             f"{self.model}; KV pool {self.kv_bytes / 2**20:.0f} MiB: {self.num_frames} blocks of {self.block_size} "
-            f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}{host}"
+            f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}"
+            f"{below and f'; {below} for evicted blocks'}"
             f"{self._adapters}{self.warm_up and '; '}{self.warm_up}"
         )
 

@@ -20,7 +20,7 @@ from pagemill.hub.private_files import make_folder
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore, host_arena
 from pagemill.kvcache.load_time import PrefillTime
-from pagemill.kvcache.offload_tiers import FollowedStore, OffloadStore, OffloadTiers, Sources
+from pagemill.kvcache.offload_tiers import OffloadStore, OffloadTiers, Sources
 from pagemill.kvcache.shared_store import SharedStore
 from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
@@ -130,7 +130,15 @@ def _disk_bytes(config: EngineConfig, root: Path, held: int = 0) -> int:
     held: bytes that an earlier run has stored already; the file system does not count them as free.
     """
     assert config.kv_disk_memory is not None
-    return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(root).free + held)
+    room = shutil.disk_usage(root).free + held
+    limit = parse_memory("kv_disk_memory", config.kv_disk_memory, room)
+    if limit > room:
+        logger.warning(
+            "kv_disk_memory is %s, and %s has room for %.1f GiB: blocks are lost once that is full; lower it, or name "
+            "another kv_disk_path",
+            config.kv_disk_memory, root, room / 2**30,
+        )  # fmt: skip
+    return limit
 
 
 def make_tiers(
@@ -159,17 +167,18 @@ def make_tiers(
     disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
     tiers = [*own, *disk]
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
+    where = f"{disk[0].capacity * record_bytes / 2**30:.1f} GiB on disk, in {_disk_root(config)}" if disk else ""
     if peering is None or not config.enable_prefix_caching:
         offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)
         if not tiers:
             return None
-        return Tiers(offload, executor, memory, config.preemption_mode, left, watch=watch)
+        return Tiers(offload, executor, memory, config.preemption_mode, left, watch=watch, where=where)
     store = peer_store(peering, format)
     offload = OffloadTiers(tiers, record_bytes, store, publishes)
     drafts = config.asked_drafts is not None and config.asked_drafts.method == "draft_model"
     served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
     peers = PeerLink(peering, format, store, served)
-    return Tiers(offload, executor, memory, config.preemption_mode, left, peers, watch)
+    return Tiers(offload, executor, memory, config.preemption_mode, left, peers, watch, where)
 
 
 def _host_tier(
@@ -190,7 +199,7 @@ def _host_tier(
     return [HostStore(capacity, facts.record_bytes, copying_cores(facts.overlaps), memory.wanted)]
 
 
-def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[FollowedStore]:
+def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[DiskStore | SharedStore]:
     """Returns the disk tier, unless streamed blocks, which take so many bytes of it, leave no room."""
     root = _disk_root(config)
     if config.kv_disk_shared:
@@ -204,7 +213,8 @@ class Tiers:
 
     host_bytes: host memory for evicted blocks.
     peers: engines that this one gives blocks to and fetches them from; None for none. watch: tells what is on disk;
-    None where nobody asks for it, or there is none.
+    None where nobody asks for it, or there is none. where: says in words how much the disk tier takes, and where; empty
+    if there is none.
     """
 
     def __init__(
@@ -216,8 +226,10 @@ class Tiers:
         host_bytes: int = 0,
         peers: PeerLink | None = None,
         watch: StoreWatch | None = None,
+        where: str = "",
     ) -> None:
         self.offload = offload
+        self.where = where
         self.host_bytes = host_bytes
         self.peers = peers
         self.watch = watch
