@@ -156,7 +156,7 @@ def test_narrow_numbers_in_memory_of_each_rank(make, requests):
         ({"tensor_parallel_size": 3}, "is 3, but the model has 4 attention heads and 2 KV heads.* use one of 1, 2, 4"),
         ({"kv_memory": 1000}, "less than the .* of a single block"),
         ({"enable_lora": True}, "enable_lora is True, which a model in parts cannot have"),
-        ({"speculative_config": {"method": "draft_model", "model": "x"}}, "speculative_config: model is 'x', which a model"),
+        ({"speculative_config": {"method": "draft_model", "model": "x"}}, "speculative_config: model is 'x', which a"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
     ],
 )
