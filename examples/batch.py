@@ -25,11 +25,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     asked = parser.parse_args()
     try:
-        prompts = asked.prompts.read_text(encoding="utf-8").splitlines()
+        with asked.prompts.open(encoding="utf-8") as file:
+            lines = [task(asked.prompts, number, line) for number, line in enumerate(file, 1)]
         file = asked.answers.open("w", encoding="utf-8")
     except OSError as error:
         raise SystemExit(f"error: {error}") from None
-    lines = [task(asked.prompts, number, line) for number, line in enumerate(prompts, 1)]
     try:
         with LLM(asked.model, kv_memory=asked.kv_memory) as llm:
             outputs = llm.chat(

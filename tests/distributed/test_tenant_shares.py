@@ -1,4 +1,4 @@
-"""What replicas are told of their tenants: the same as by a plain formula, without looking at everything each time."""
+"""Checks that replicas are told of tenants what a plain formula gives, and that not all is looked at each time."""
 
 import random
 from collections import Counter

@@ -65,8 +65,8 @@ def test_forks_share_their_beginning_and_leave_nothing(example, v1):
 
 def test_a_file_of_prompts_is_answered_in_order(example, tmp_path):
     tasks, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    lines = [{"id": number, "system": "Be brief. " * 9, "prompt": f"Count to {number}."} for number in range(3)]
-    tasks.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    lines = [{"id": number, "system": "Be brief. " * 9, "prompt": f"Count\u2028to {number}."} for number in range(3)]
+    tasks.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
     arguments = (tasks, answers, "--max-tokens", 4, "--kv-memory", "64MiB")
     said = example("batch.py", *arguments, url=False)
     assert [json.loads(line)["id"] for line in answers.read_text(encoding="utf-8").splitlines()] == [0, 1, 2]
@@ -75,6 +75,7 @@ def test_a_file_of_prompts_is_answered_in_order(example, tmp_path):
     tasks.write_text("{}\n")
     with pytest.raises(SystemExit, match="line 1 is no"):
         example("batch.py", *arguments, url=False)
+    assert len(answers.read_text(encoding="utf-8").splitlines()) == 3
 
 
 @pytest.mark.parametrize("paths", [["missing.jsonl", "answers.jsonl"], ["prompts.jsonl", "no/answers.jsonl"]])

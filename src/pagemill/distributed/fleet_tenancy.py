@@ -117,9 +117,9 @@ class FleetTenancy:
         self._limits = dict(limits)
         self._requests: dict[str, _Known] = {}
         self._sums: defaultdict[str, _Sums] = defaultdict(_Sums)
-        """What each tenant has."""
+        """Counts what each tenant has."""
         self._begun = 0
-        """Sequences of requests that have brought a token."""
+        """Counts sequences of requests that have brought a token."""
         self._numbers = itertools.count()
         self.shares = TenantShares(self._limits)
 

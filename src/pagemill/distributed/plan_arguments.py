@@ -32,6 +32,8 @@ OF_PROXIES = (
     "max_connections_per_client", "request_timeout_s", "reading_timeout_s",
 )  # fmt: skip
 """Settings of `pagemill serve` that say how connections are treated: here they are Ray Serve's."""
+RESOURCES = "an object of Ray's ray_actor_options, such as {num_cpus: 8}"
+"""Says what the resources of a deployment are given as."""
 OF_ONE_ENGINE = ("otlp_traces_endpoint", "pin_file")
 """Settings of `pagemill serve` that a fleet does not know."""
 
@@ -54,9 +56,7 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
             param="served_model_name",
         )
     check_served_names(names)
-    tenants_file = left.pop("tenants", None)
-    if not isinstance(tenants_file, str | None):
-        raise ConfigError(f"tenants is {shown(tenants_file)}; it must be the path of a file", param="tenants")
+    tenants_file = _take(left, "tenants", str, "the path of a file")
     tenants = None if tenants_file is None else read_tenants_file(tenants_file)
     routing = left.pop("routing", "least-work")
     replicas = _replicas(left)
@@ -83,8 +83,8 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
         access=access,
         logs=ServerLogs(**groups["ServerLogs"]),
         restarts=RestartLimits(**groups["RestartLimits"]),
-        engine_resources=_resources(left, "engine_resources", {"num_cpus": 1}),
-        front_end_resources=_resources(left, "front_end_resources", {"num_cpus": 0}),
+        engine_resources=_take(left, "engine_resources", dict, RESOURCES, {"num_cpus": 1}),
+        front_end_resources=_take(left, "front_end_resources", dict, RESOURCES, {"num_cpus": 0}),
         **transfer,
     )
     if left:
@@ -95,14 +95,11 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
     return plan
 
 
-def _resources(args: dict[str, Any], name: str, default: dict[str, Any]) -> dict[str, Any]:
-    """Takes Ray's `ray_actor_options` out of the arguments."""
-    given: Any = args.pop(name, default)
-    if not isinstance(given, dict):
-        raise ConfigError(
-            f"{name} is {shown(given)}; it must be an object of Ray's ray_actor_options, such as {{num_cpus: 8}}",
-            param=name,
-        )
+def _take(args: dict[str, Any], name: str, kind: type, what: str, default: Any = None) -> Any:
+    """Takes an argument of this kind out of the arguments. what: says in words what it must be."""
+    given = args.pop(name, default)
+    if given is not default and not isinstance(given, kind):
+        raise ConfigError(f"{name} is {shown(given)}; it must be {what}", param=name)
     return given
 
 
@@ -134,10 +131,7 @@ def _transfer(args: dict[str, Any], environment: Mapping[str, str]) -> dict[str,
         "prefill_replicas": (int, "a number of replicas"),
     }
     for name in kinds.keys() & args.keys():
-        kind, what = kinds[name]
-        taken[name] = args.pop(name)
-        if not isinstance(taken[name], kind):
-            raise ConfigError(f"{name} is {shown(taken[name])}; it must be {what}", param=name)
+        taken[name] = _take(args, name, *kinds[name])
     if secret := environment.get(SECRET):
         taken["secret"] = secret.encode()
         if len(taken["secret"]) < LEAST_SECRET:

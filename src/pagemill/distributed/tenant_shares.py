@@ -64,7 +64,7 @@ class _Changes:
         self.now = 0
         """Rises with each change."""
         self._last: OrderedDict[str, int] = OrderedDict()
-        """When each tenant changed last, in this order."""
+        """Tells when each tenant changed last, in this order."""
 
     def note(self, tenant: str) -> None:
         """Notes that a tenant changes now."""
@@ -104,9 +104,9 @@ class TenantShares:
         self._parts: defaultdict[str, dict[str, int]] = defaultdict(dict)
         """Remembers what each replica was told of guarantees, by replica and tenant."""
         self._told_service: dict[str, int] = {}
-        """When each replica was told of service last, as `_service` counts."""
+        """Tells when each replica was told of service last, as `_service` counts."""
         self._told_guarantees: dict[str, int] = {}
-        """When each was told of guarantees last, as `_guarantees` counts."""
+        """Tells when each replica was told of guarantees last, as `_guarantees` counts."""
 
     def note_computed(self, tenant: str, replica: str, tokens: int) -> None:
         """Notes that a replica has computed tokens for a tenant."""

@@ -167,7 +167,7 @@ def make_tiers(
     disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
     tiers = [*own, *disk]
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
-    where = f"{disk[0].capacity * record_bytes / 2**30:.1f} GiB on disk, in {_disk_root(config)}" if disk else ""
+    where = f"{disk[0].capacity * record_bytes / 2**30:.1f} GiB on disk, in {disk[0].folder.parent}" if disk else ""
     if peering is None or not config.enable_prefix_caching:
         offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)
         if not tiers:
