@@ -222,11 +222,13 @@ def test_a_reader_that_stops_stops_nobody(monkeypatch):
 
 def test_administrative_acts_are_logged_at_every_level():
     written = io.StringIO()
+    loggers = (logging.getLogger("pagemill"), AUDIT)
+    before = [logger.level for logger in loggers]
     with logging_to(written, ServerLogs(log_level="error", log_format="json")):
         logging.getLogger("pagemill.access").warning("request")
         AUDIT.info("tenant set", extra=fields(tenant="a"))
     assert [json.loads(line)["message"] for line in written.getvalue().splitlines()] == ["tenant set"]
-    logging.getLogger("pagemill").setLevel(logging.NOTSET)
+    assert [logger.level for logger in loggers] == before, "what logs next in this process does so as it did"
 
 
 def test_wrong_settings_are_refused():

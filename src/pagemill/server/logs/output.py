@@ -124,14 +124,21 @@ def as_json(record: logging.LogRecord) -> str:
 
 @contextmanager
 def logging_to(stream: TextIO, settings: ServerLogs) -> Iterator[None]:
-    """Makes this process log to a stream."""
+    """Makes this process log to a stream; restores the loggers' levels in the end."""
     writer = LogWriter(stream, as_json if settings.log_format == "json" else as_text)
+    levels: dict[logging.Logger, str | int] = {
+        logging.getLogger("pagemill"): settings.log_level.upper(),
+        AUDIT: logging.INFO,
+    }
+    before = {logger: logger.level for logger in levels}
     logging.getLogger().addHandler(writer)
-    logging.getLogger("pagemill").setLevel(settings.log_level.upper())
-    AUDIT.setLevel(logging.INFO)
+    for logger, level in levels.items():
+        logger.setLevel(level)
     try:
         yield
     finally:
+        for logger, level in before.items():
+            logger.setLevel(level)
         logging.getLogger().removeHandler(writer)
         writer.close()
 
