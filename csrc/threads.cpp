@@ -3,6 +3,7 @@
 #include "memory.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include <pthread.h>
+#include <sched.h>
 
 namespace pagemill {
 namespace {
@@ -21,6 +23,18 @@ namespace {
 // How long an idle thread watches for the next region before it sleeps: longer than the gap between two operators
 // called from Python, shorter than anything a user would notice as load.
 constexpr int kSpins = 4000;
+
+// How long a thread leaves the caller's core alone, where it has no other.
+constexpr std::chrono::milliseconds kAside{10};
+
+// The core that this thread is on, or -1.
+int this_core() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
 
 struct Scratch {
     void* data = nullptr;
@@ -72,6 +86,7 @@ struct Pool {
     void* context = nullptr;
     alignas(64) std::atomic<uint64_t> gate{0};
     std::atomic<bool> failed{false};
+    std::atomic<int> core{-1};  // the caller's
     std::atomic<int> asleep{0};
     std::atomic<bool> stop{false};
     std::mutex mutex;
@@ -116,6 +131,9 @@ struct Pool {
                 seen = generation(current);
                 work(thread);
                 gate.fetch_sub(1);
+                // Other processes have the other cores: to watch for the next region would keep the caller from it.
+                if (const int here = this_core(); here >= 0 && here == core.load(std::memory_order_relaxed))
+                    std::this_thread::sleep_for(kAside);
                 break;
             }
         }
@@ -178,6 +196,7 @@ void parallel_for(int64_t count, Task task, void* context) {
     p.task = task;
     p.context = context;
     p.failed.store(false, std::memory_order_relaxed);
+    p.core.store(this_core(), std::memory_order_relaxed);
     const int64_t all = num_threads();
     for (int64_t i = 0; i < all; ++i) p.shares[i].set(count * i / all, count * (i + 1) / all);
     p.turn();

@@ -1,8 +1,10 @@
-// Callers that compete for the pool, while its size changes.
+// Callers that compete for the pool, while its size changes; then all on one core.
 #include "../threads.h"
 #include "checks.h"
 
 #include <thread>
+
+#include <sched.h>
 
 namespace pagemill {
 
@@ -21,9 +23,21 @@ void check_threads() {
                 if (done[task] != int64_t(task)) std::abort();
         }
     };
-    std::thread other(call, 200);
-    call(200);
-    other.join();
+    const auto both = [&] {
+        std::thread other(call, 200);
+        call(200);
+        other.join();
+    };
+    both();
+#if defined(__linux__)
+    cpu_set_t before, one;
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    sched_getaffinity(0, sizeof before, &before);
+    sched_setaffinity(0, sizeof one, &one);
+    both();
+    sched_setaffinity(0, sizeof before, &before);
+#endif
 }
 
 }  // namespace pagemill
