@@ -22,7 +22,8 @@ class Graph(Protocol):
 
 
 class Captured(NamedTuple):
-    """A graph, the memory of its result, and the bytes that it has taken."""
+    """A graph, the memory of its result, and the bytes that it has taken: of this process, as others take and give back
+    memory of the same GPU meanwhile."""
 
     graph: Graph
     result: Tensor
@@ -68,7 +69,7 @@ class CudaDevice(CudaStreams):
             run()  # compiles kernels, and lets libraries choose theirs: neither can be captured
         compute.wait_stream(captures)
         self.synchronize()
-        before, graph, alive = self.memory().free, torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
+        before, graph, alive = self._reserved(), torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
         pool = torch.cuda.graph_pool_handle() if alive is None else alive.pool()
         # Where a capture fails, `torch.cuda.graph` leaves its stream the current one: this one comes back in any case.
         # Other threads copy blocks meanwhile, which an error mode for all of them would forbid.
@@ -86,7 +87,12 @@ class CudaDevice(CudaStreams):
                 torch._C._cuda_releasePool(self.where.index, pool)  # noqa: SLF001
             raise
         self._graphs.add(graph)
-        return Captured(graph, result, max(0, before - self.memory().free))
+        return Captured(graph, result, max(0, self._reserved() - before))
+
+    def _reserved(self) -> int:
+        """Returns how many bytes torch holds, but for what it keeps for later."""
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.where)
 
     def memory(self) -> ExecutorMemory:
         torch.cuda.empty_cache()  # what torch keeps for later, such as of weights that were packed, is free
