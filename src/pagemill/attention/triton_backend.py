@@ -222,7 +222,7 @@ class TritonAttention:
             raise ValueError(f"scale is {scale}; it must be positive")
         tokens, heads, _ = query.shape
         output = torch.empty(tokens, heads, cache.value_dim, dtype=query.dtype, device=query.device)
-        lse = torch.empty(tokens, heads, device=query.device) if return_lse else None
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device) if return_lse else None
         if not tokens:
             return output, lse
         of_group, rows = batch.groups[group], batch.context_lens.shape[0]
@@ -334,8 +334,8 @@ def _attend_rows(
         start(form.in_chunks, (rows, form.programs, 1), 0, None, None)
         return
     at_once = rows_at_once(rows, few * heads * chunks * (value_dim + 1) * 4)
-    chunk_output = torch.empty(at_once * few, heads, chunks, value_dim, device=output.device)
-    sums = torch.empty(at_once * few, heads, chunks, device=output.device)
+    chunk_output = torch.empty(at_once * few, heads, chunks, value_dim, dtype=torch.float32, device=output.device)
+    sums = torch.empty(at_once * few, heads, chunks, dtype=torch.float32, device=output.device)
     for first in range(0, rows, at_once):
         count = min(at_once, rows - first)
         start(form.in_chunks, (count, form.programs, chunks), first, chunk_output, sums)
