@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import gc
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -178,6 +179,29 @@ def test_graphs_share_memory_until_all_of_them_have_ended(cuda: FakeCuda) -> Non
     graphs.clear()
     graphs.append(accelerator.capture(lambda: torch.zeros(1)).graph)
     assert cuda.pools[3] is not cuda.pools[0]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [None, RuntimeError("CUDA error")])
+def test_no_garbage_is_collected_while_a_graph_is_captured(
+    cuda: FakeCuda, collects: bool, fails: Exception | None
+) -> None:
+    """What is collected may call CUDA, which no capture survives."""
+    seen = []
+
+    def run() -> torch.Tensor:
+        seen.append((bool(cuda.recording), gc.isenabled()))
+        return torch.zeros(1)
+
+    cuda.fails = fails
+    (gc.enable if collects else gc.disable)()
+    try:
+        with nullcontext() if fails is None else pytest.raises(RuntimeError):
+            device().capture(run)
+        assert seen == [(False, collects), (True, False)]
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_a_graph_has_taken_what_this_process_took(cuda: FakeCuda) -> None:

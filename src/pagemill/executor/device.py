@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
@@ -73,6 +74,8 @@ class CudaDevice(CudaStreams):
         pool = torch.cuda.graph_pool_handle() if alive is None else alive.pool()
         # Where a capture fails, `torch.cuda.graph` leaves its stream the current one: this one comes back in any case.
         # Other threads copy blocks meanwhile, which an error mode for all of them would forbid.
+        collects = gc.isenabled()
+        gc.disable()  # what is collected may wait for the device, as a pool's memory does: that would end the capture
         try:
             with (
                 self.use(compute),
@@ -86,6 +89,9 @@ class CudaDevice(CudaStreams):
                 torch._C._cuda_endAllocateToPool(self.where.index, pool)  # noqa: SLF001
                 torch._C._cuda_releasePool(self.where.index, pool)  # noqa: SLF001
             raise
+        finally:
+            if collects:
+                gc.enable()
         self._graphs.add(graph)
         return Captured(graph, result, max(0, self._reserved() - before))
 
