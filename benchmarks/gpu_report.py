@@ -1,7 +1,7 @@
 """Runs the GPU's benchmarks, or the GPU's tests, within minutes, and writes one report of both.
 
-    python -m benchmarks.gpu_report benchmarks [--minutes 8] [--full] [--folder build/gpu-report]
-    python -m benchmarks.gpu_report tests [--minutes 8] [--folder build/gpu-report] [-- PYTEST_ARGS]
+    python -m benchmarks.gpu_report benchmarks [--minutes 6] [--full] [--folder build/gpu-report]
+    python -m benchmarks.gpu_report tests [--minutes 6] [--folder build/gpu-report] [-- PYTEST_ARGS]
 
 `report.md` in the folder has the machine, what was measured beside the goals and the model's figures, every table, and
 the tests' outcome; `report.json` has the same for programs. Each command puts its half in, and leaves the other's.
@@ -38,6 +38,8 @@ MARKED = "gpu and not slow"
 """Says by marks which tests are run."""
 NO_TESTS = 5
 """pytest's exit status where it finds no tests."""
+MINUTES = 6.0
+"""What either half may take: both fit into 15 minutes, with a machine's start."""
 LEAST_S = 10.0
 """Less time than this is not worth a start."""
 WORKERS = 16
@@ -131,7 +133,9 @@ def put(folder: Path, half: str, found: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("benchmarks", "tests"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all that runs on a GPU (default: 8)")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"for all that runs on a GPU (default: {MINUTES:g})"
+    )
     parser.add_argument("--full", action="store_true", help="all cases of all benchmarks; give it 60 minutes")
     parser.add_argument("--folder", type=Path, default=Path("build/gpu-report"))
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)

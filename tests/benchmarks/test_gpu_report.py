@@ -238,6 +238,21 @@ def test_without_a_gpu_one_line_says_so(tmp_path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_both_halves_fit_into_a_quarter_of_an_hour_and_pages_say_how_long_they_take() -> None:
+    said = [
+        (ROOT / name).read_text().count(text)
+        for name, text in {
+            "Makefile": f"MINUTES ?= {gpu_report.MINUTES:g}\n",
+            "CONTRIBUTING.md": f"(`MINUTES={gpu_report.MINUTES:g}`)",
+            "benchmarks/README.md": f"`--minutes` ({gpu_report.MINUTES:g})",
+            "docs/performance-on-gpus.md": f"all this in {gpu_report.MINUTES:g} minutes",
+            "benchmarks/gpu_report.py": f"[--minutes {gpu_report.MINUTES:g}] [--full]",
+        }.items()
+    ]
+    assert said == [1] * len(said)
+    assert 2 * gpu_report.MINUTES <= 12, "a machine takes minutes to start"
+
+
 GPU_ONLY = re.compile(r"from interpreter import .*DEVICE|cuda\.is_available\(\)|from device_tier import")
 ELSEWHERE = {
     "tests/attention/test_sdpa.py": "its operator is the CPU's; test_sdpa_operators.py has the GPU's",
