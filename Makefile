@@ -13,8 +13,8 @@ ARM_ARGS ?=
 SCHEDULES ?= 3000
 # Of GPUs that `make compile-gpu` compiles for: 75 is compute capability 7.5.
 CAPABILITIES ?= 75 80 90 100 120
-# What `make test-gpu` and `make bench-gpu` may take on a GPU, each.
-MINUTES ?= 8
+# What `make test-gpu` and `make bench-gpu` may take on a GPU, each: both fit into 15 minutes, with a machine's start.
+MINUTES ?= 6
 # An installed Python, with torch and triton, that these two take in the place of .venv; and what they install for it
 # beside, without touching it: this checkout, or wheels.
 GPU_PYTHON ?=
@@ -83,7 +83,7 @@ bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (
 	@$(MODEL_READY)
 	@exec $(BIN)/pagemill bench $(MODEL) $(BENCH_ARGS)
 
-test-gpu: $(GPU_READY)  ## Run the GPU's tests on this machine's GPU within 8 minutes, or without one in Triton's interpreter, into build/gpu-report (settings: MINUTES, GPU_PYTHON, GPU_PACKAGES, PYTEST_ARGS)
+test-gpu: $(GPU_READY)  ## Run the GPU's tests on this machine's GPU within 6 minutes, or without one in Triton's interpreter, into build/gpu-report (settings: MINUTES, GPU_PYTHON, GPU_PACKAGES, PYTEST_ARGS)
 	@$(GPU_RUN) -m benchmarks.gpu_report tests --minutes $(MINUTES) -- $(PYTEST_ARGS)
 
 compile-gpu: $(BUILT)  ## Compile all GPU kernels in the usual configurations, without a GPU, and state what each takes: many minutes for each capability (settings: CAPABILITIES)
@@ -108,7 +108,7 @@ test-clusters: $(BUILT)  ## Kill every other kind of process under clients that 
 test-faults: $(BUILT)  ## Draw 3000 schedules of faults between a front end and its replicas, in simulated time (settings: SCHEDULES, PYTEST_ARGS)
 	@PAGEMILL_FAULT_SCHEDULES=$(SCHEDULES) exec $(BIN)/python -m pytest tests/distributed/test_fault_schedules.py --timeout 0 $(PYTEST_ARGS)
 
-bench-gpu: $(GPU_READY)  ## Measure kernels and decode steps on this machine's NVIDIA GPU within 8 minutes, into build/gpu-report (settings: MINUTES, GPU_PYTHON, GPU_PACKAGES, BENCH_ARGS=--full)
+bench-gpu: $(GPU_READY)  ## Measure kernels and decode steps on this machine's NVIDIA GPU within 6 minutes, into build/gpu-report (settings: MINUTES, GPU_PYTHON, GPU_PACKAGES, BENCH_ARGS=--full)
 	@$(GPU_RUN) -m benchmarks.gpu_report benchmarks --minutes $(MINUTES) $(BENCH_ARGS)
 
 build: $(BUILT)  ## Make .venv, install the pinned dependencies, build the kernels

@@ -1,7 +1,7 @@
 """Runs the GPU's benchmarks, or the GPU's tests, within minutes, and writes one report of both.
 
-    python -m benchmarks.gpu_report benchmarks [--minutes 8] [--full] [--folder build/gpu-report]
-    python -m benchmarks.gpu_report tests [--minutes 8] [--folder build/gpu-report] [-- PYTEST_ARGS]
+    python -m benchmarks.gpu_report benchmarks [--minutes 6] [--full] [--folder build/gpu-report]
+    python -m benchmarks.gpu_report tests [--minutes 6] [--folder build/gpu-report] [-- PYTEST_ARGS]
 
 `report.md` in the folder has the machine, what was measured beside the goals and the model's figures, every table, and
 the tests' outcome; `report.json` has the same for programs. Each command puts its half in, and leaves the other's.
@@ -34,6 +34,12 @@ FOLDERS = ("executor", "attention", "ops", "parity", "kvcache", "sampling", "ben
 """Folders of the tests that are marked `gpu`: whole engines come first."""
 COMPILED = "not compile_for_every_gpu and not gpus_that_are_not_there"
 """Leaves out tests of the compiler, which need no GPU."""
+MARKED = "gpu and not slow"
+"""Says by marks which tests are run."""
+NO_TESTS = 5
+"""pytest's exit status where it finds no tests."""
+MINUTES = 6.0
+"""What either half may take: both fit into 15 minutes, with a machine's start."""
 LEAST_S = 10.0
 """Less time than this is not worth a start."""
 WORKERS = 16
@@ -80,27 +86,38 @@ def run_benchmarks(benchmarks: dict[str, list[str]], seconds: float, folder: Pat
     return outcomes
 
 
-def run_tests(arguments: Sequence[str], seconds: float | None, folder: Path) -> tuple[int, dict[str, object]]:
-    """Runs pytest. Returns its exit status, and what `read_outcome` finds, with the time it took."""
-    results = folder / "tests.xml"
-    results.unlink(missing_ok=True)
-    options = ["--junit-xml", str(results), "--skip-missing", "-m", "gpu and not slow"]
-    command = [sys.executable, "-m", "pytest", *options, *arguments]
-    outcome = run_command(command, seconds, shown=True)
-    said = {"status": outcome.status, "why": outcome.why, "seconds": outcome.seconds}
-    if results.exists():
-        said |= read_outcome(results)
-        results.unlink()
-    return outcome.exit_code, said
+def run_tests(runs: Sequence[Sequence[str]], seconds: float | None, folder: Path) -> tuple[int, dict[str, object]]:
+    """Runs pytest with each of these arguments, one run after another, in `seconds` together. Returns the first exit
+    status that is not 0, and what `read_outcome` finds in all, with the time they took."""
+    outcomes: list[Outcome] = []
+    files = [folder / f"tests-{at}.xml" for at in range(len(runs))]
+    for file, arguments in zip(files, runs, strict=True):
+        file.unlink(missing_ok=True)
+        if outcomes and outcomes[-1].status == "stopped":
+            break
+        left = None if seconds is None else max(0.0, seconds - sum(outcome.seconds for outcome in outcomes))
+        options = ["--junit-xml", str(file), "--skip-missing", "-m", MARKED]
+        outcomes.append(run_command([sys.executable, "-m", "pytest", *options, *arguments], left, shown=True))
+    decides = next((each for each in outcomes if each.exit_code not in (0, NO_TESTS)), None)
+    decides = decides or min(outcomes, key=lambda outcome: outcome.exit_code)
+    said = {"status": decides.status, "why": decides.why, "seconds": sum(outcome.seconds for outcome in outcomes)}
+    if written := [file for file in files if file.exists()]:
+        said |= read_outcome(written)
+    for file in written:
+        file.unlink()
+    return decides.exit_code, said
 
 
-def on_gpus(environment: MutableMapping[str, str]) -> list[str]:
-    """Returns what has pytest test on a GPU: in several processes with a core each, where pytest-xdist is installed."""
+def on_gpus(environment: MutableMapping[str, str]) -> list[list[str]]:
+    """Returns what has pytest test on a GPU: in several processes with a core each, where pytest-xdist is installed,
+    and then, in one alone, what measures the whole GPU's memory or takes it."""
     options = ["-k", COMPILED]
-    if importlib.util.find_spec("xdist") is not None:
-        environment["PAGEMILL_TESTS_ON_ONE_CORE_EACH"] = "1"
-        options += ["--dist", "worksteal", "--numprocesses", str(max(1, min(WORKERS, os.cpu_count() or 1)))]
-    return options
+    if importlib.util.find_spec("xdist") is None:
+        return [options]
+    environment["PAGEMILL_TESTS_ON_ONE_CORE_EACH"] = "1"
+    processes = ["--dist", "worksteal", "--numprocesses", str(max(1, min(WORKERS, os.cpu_count() or 1)))]
+    beside, alone = (["-m", f"{MARKED} and {which}"] for which in ("not alone_on_gpu", "alone_on_gpu"))
+    return [[*options, *beside, *processes], [*options, *alone]]
 
 
 def put(folder: Path, half: str, found: object) -> None:
@@ -116,7 +133,9 @@ def put(folder: Path, half: str, found: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("benchmarks", "tests"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all that runs on a GPU (default: 8)")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"for all that runs on a GPU (default: {MINUTES:g})"
+    )
     parser.add_argument("--full", action="store_true", help="all cases of all benchmarks; give it 60 minutes")
     parser.add_argument("--folder", type=Path, default=Path("build/gpu-report"))
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -132,8 +151,8 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.what == "tests":
         folders = [f"tests/{folder}" for folder in FOLDERS]
-        arguments = [*folders, *(on_gpus(os.environ) if on_gpu else []), *pytest_args]
-        status, found = run_tests(arguments, seconds if on_gpu else None, options.folder)
+        runs = [[*folders, *arguments, *pytest_args] for arguments in (on_gpus(os.environ) if on_gpu else [[]])]
+        status, found = run_tests(runs, seconds if on_gpu else None, options.folder)
         put(options.folder, "tests", found)
         sys.exit(status)
     benchmarks = {

@@ -5,7 +5,8 @@
 The ceiling is one large copy between the GPU's memory and pinned host memory, in each direction. Held against it are
 the frames alone (`GpuFrames`: out of frames into pinned memory, and from there into frames, in the engine's portions),
 and the engine's whole way to a host tier that is full, and back. Blocks lie scattered; few of them make 16 MiB, many
-240 MiB. Speeds are medians of runs behind a first one, which takes its pinned memory from the system.
+240 MiB. Speeds are medians of runs behind a first one, which takes its pinned memory from the system. Once more, the
+pool is as an engine's: it has addresses for the whole GPU, where torch counts elements in 64 bits.
 
 Then decode steps of Llama 3 8B's shape, each one CUDA graph, run alone, and while blocks are asked to move in both
 directions before each step: an eighth, a half, and all of what the bus could move meanwhile. The host asks for a step
@@ -38,6 +39,8 @@ from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 
 SHAPES = {"Llama 3 8B": (32, 8, 128), "SmolLM2 135M": (30, 3, 64)}
 """Layers, KV heads and their dimensions."""
+ENGINES = "Llama 3 8B"
+"""The shape whose blocks move once more in a pool with addresses for the whole GPU."""
 FEW_BYTES, MANY_BYTES = 16 << 20, 240 << 20
 BUS_BYTES = 1 << 30
 TIER_BYTES = 2 << 30
@@ -147,6 +150,20 @@ def move_blocks(
     return moves
 
 
+def moves_of(
+    name: str, shape: FrameShape, device: torch.device, room: int, sizes: Sequence[int], bus: Bus, times: int
+) -> list[Move]:
+    """Makes a pool, and moves blocks of so many bytes. room: bytes that it has addresses for."""
+    block_bytes = block_major(shape, 1).frame_bytes
+    counts = [nbytes // block_bytes for nbytes in sizes]
+    frames = 2 * max(counts)
+    pool = DevicePool(frames, shape, device, block_major, room)
+    pool.storage[: frames * block_bytes // pool.dtype.itemsize].normal_()
+    if pool.capacity > frames:
+        name += f" of {pool.capacity * block_bytes / 1e9:.0f} GB"
+    return move_blocks(name, access(pool), torch.randperm(frames).tolist(), block_bytes, bus, counts, times)
+
+
 def step_s(step: Step, frames: FrameAccess, times: int, before: Callable[[], None]) -> float:
     """Returns the mean seconds of steps, the host asking for one while the one before it runs."""
     wait_for(frames)
@@ -253,16 +270,10 @@ def main() -> None:
     dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     bus = measure_bus(device, BUS_BYTES)
     print(f"{heading(f'bus {bus.out / 1e9:.1f} GB/s out, {bus.back / 1e9:.1f} GB/s back')}\n", flush=True)
-    moves = []
-    for name, numbers in SHAPES.items():
-        shape = frame_shape(*numbers, str(dtype).removeprefix("torch."))
-        block_bytes = block_major(shape, 1).frame_bytes
-        counts = [nbytes // block_bytes for nbytes in (FEW_BYTES, MANY_BYTES)]
-        pool = DevicePool(2 * max(counts), shape, backend.device, block_major)
-        pool.storage.normal_()
-        order = torch.randperm(pool.num_frames).tolist()
-        moves += move_blocks(name, access(pool), order, block_bytes, bus, counts, times)
-        del pool
+    moves, whole = [], torch.cuda.get_device_properties(backend.device).total_memory
+    for name, room in [*((name, 0) for name in SHAPES), (ENGINES, whole)]:
+        shape = frame_shape(*SHAPES[name], str(dtype).removeprefix("torch."))
+        moves += moves_of(name, shape, backend.device, room, (FEW_BYTES, MANY_BYTES), bus, times)
     print(f"{moves_table(moves)}\n", flush=True)
     sizes = Sizes()
     block_bytes = BLOCK_SIZE * sizes.token_bytes

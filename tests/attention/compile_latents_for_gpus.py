@@ -1,5 +1,5 @@
-"""Compiles the kernel of attention to latents, of DeepSeek's sizes, as `TritonAttention` launches it (see
-`gpu_compiler.py`):
+"""Compiles the kernel of attention to latents, of DeepSeek's sizes and narrower ones, as `TritonAttention` launches it
+(see `gpu_compiler.py`):
 
 python tests/attention/compile_latents_for_gpus.py [CAPABILITY ...]
 """
@@ -23,7 +23,6 @@ from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import FrameShape, block_major
 
-RANK, ROPE = 512, 64
 ROWS, TOKENS, CONTEXT, BLOCK_SIZE = 2, 101, 4096, 16
 
 
@@ -31,12 +30,15 @@ class Case(NamedTuple):
     element: torch.dtype
     format: str
     heads: int
+    rank: int = 512
+    rope: int = 64
 
     def __str__(self) -> str:
-        return f"{str(self.element).removeprefix('torch.')} {self.format}, {self.heads} heads"
+        element = str(self.element).removeprefix("torch.")
+        return f"{element} {self.format}, {self.heads} heads of {self.rank}/{self.rope}"
 
 
-FEW = [(90, Case(torch.bfloat16, "bfloat16", 128))]
+FEW = [(90, Case(torch.bfloat16, "bfloat16", *sizes)) for sizes in ((128,), (40, 256, 32), (70, 32, 16))]
 
 
 def usual_cases(capability: int) -> Iterator[tuple[int, Case]]:
@@ -51,10 +53,11 @@ def usual_cases(capability: int) -> Iterator[tuple[int, Case]]:
 def launch(capability: int, case: Case) -> None:
     """Writes and attends rows of 1 and 100 queries through `TritonAttention`; and again for a layer group whose arrays
     begin at no multiple of 16 bytes, which must take no other code."""
-    shape = FrameShape(group_layers([None]), 1, BLOCK_SIZE, RANK + ROPE, RANK, kv_format(case.format), True)
+    width = case.rank + case.rope
+    shape = FrameShape(group_layers([None]), 1, BLOCK_SIZE, width, case.rank, kv_format(case.format), True)
     cache = DevicePool(16, shape, layout=block_major).layer(0)
     attention, entries = TritonAttention(divmod(capability, 10)), CONTEXT // BLOCK_SIZE
-    query, key = torch.zeros(TOKENS, case.heads + 1, RANK + ROPE, dtype=case.element).split((case.heads, 1), 1)
+    query, key = torch.zeros(TOKENS, case.heads + 1, width, dtype=case.element).split((case.heads, 1), 1)
     for begin in (0, 1):
         slots = torch.arange(TOKENS + 1)[begin : begin + TOKENS]
         tables = torch.zeros(ROWS * entries + 1, dtype=torch.int32)[begin : begin + ROWS * entries]

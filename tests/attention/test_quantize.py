@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from harness import frame_shape, poison
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, LayerCache
-from pagemill.attention.quantize import LEAST, quantize
+from pagemill.attention.quantize import LEAST, quantize, quantize_int4
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import block_major, layer_major
 
@@ -43,6 +44,24 @@ def test_elements_are_within_half_a_scale() -> None:
     assert not elements[3:6].any()
     assert torch.equal(scale.isnan(), ~finite)
     assert elements[10, 0, 1:5].tolist() == [-62, -62, -60, -60]
+
+
+class ByReciprocals(TorchFunctionMode):
+    """Divides by a number as torch does on CUDA."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.div and isinstance(args[1], float):
+            return args[0] * (1.0 / torch.tensor(args[1]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("quantizes", [quantize, quantize_int4])
+def test_bits_do_not_depend_on_how_a_device_divides_by_a_number(quantizes) -> None:
+    x = torch.zeros(2, 32)
+    x[:, 3] = torch.tensor([5.610351085662842, 3.495835065841675])  # whose scales would be others, in 4 and in 8 bits
+    expected = quantizes(x)
+    with ByReciprocals():
+        assert all(map(torch.equal, quantizes(x), expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

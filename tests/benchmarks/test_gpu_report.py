@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.gpu_page import BUSY_GOAL, GOALS, MOVE_GOAL, MOVES, SLOWER, SLOWER_GOAL, STEP_GOAL, page
-from benchmarks.timed_command import run_command
+from benchmarks.timed_command import Outcome, run_command
 
 from benchmarks import gpu_report, timed_command
 
@@ -149,37 +149,79 @@ def test_goals_are_those_of_the_docs() -> None:
     assert f"The GPU is to be busy {BUSY_GOAL} of the time" in documented
 
 
-def test_pytest_is_run_and_counted(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> list[str]:
+    """Gives arguments of a run of pytest over a folder of a file that lacks something."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT}")
+    (tmp_path / "test_lacks.py").write_text("import msgspec_that_nobody_has\n")
+    (tmp_path / "report").mkdir()
+    marks = "markers=gpu\nslow\nalone_on_gpu"
+    return ["-p", "tests.conftest", "--rootdir", str(tmp_path), "-o", marks, str(tmp_path)]
+
+
+def test_pytest_is_run_and_counted(tmp_path, checkout) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\npytestmark = pytest.mark.gpu\n"
         "def test_well(): pass\ndef test_ill(): assert 1 == 2\ndef test_not(): pytest.skip('no GPU')\n"
     )
-    (tmp_path / "test_lacks.py").write_text("import msgspec_that_nobody_has\n")
-    (tmp_path / "report").mkdir()
-    conftest = ["-p", "tests.conftest", "--rootdir", str(tmp_path), "-o", "markers=gpu"]
-    status, found = gpu_report.run_tests([*conftest, str(tmp_path)], 60.0, tmp_path / "report")
+    status, found = gpu_report.run_tests([checkout], 60.0, tmp_path / "report")
     assert status == 1
     assert (found["passed"], found["failed"], found["status"]) == (1, 1, "failed")
     assert found["failures"] == {"test_some::test_ill": "assert 1 == 2"}
     assert sorted(found["reasons"]) == ["msgspec_that_nobody_has is not installed", "no GPU"]
 
 
+def test_what_measures_the_whole_gpu_runs_alone_behind_the_others(tmp_path, checkout, monkeypatch) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr(gpu_report, "WORKERS", 1)
+    (tmp_path / "test_where.py").write_text(
+        "import os, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_beside(): assert 'PYTEST_XDIST_WORKER' in os.environ\n"
+        "@pytest.mark.alone_on_gpu\ndef test_alone(): assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
+    )
+    runs = [[*arguments, *checkout] for arguments in gpu_report.on_gpus({})]
+    status, found = gpu_report.run_tests(runs, 60.0, tmp_path / "report")
+    assert (status, found["failures"]) == (0, {})
+    assert (found["passed"], found["reasons"]) == (2, {"msgspec_that_nobody_has is not installed": 1})
+    assert not [*(tmp_path / "report").iterdir()]
+
+
+GOOD, NONE = Outcome("done", "", 20.0), Outcome("failed", "exit status 5", 20.0, exit_code=5)
+BAD, LATE = Outcome("failed", "exit status 1", 20.0, exit_code=1), Outcome("stopped", "late", 40.0, exit_code=2)
+
+
+@pytest.mark.parametrize(
+    ("ended", "decides"),
+    [
+        ([GOOD, GOOD], GOOD), ([GOOD, NONE], GOOD), ([NONE, GOOD], GOOD), ([NONE, NONE], NONE), ([BAD, GOOD], BAD),
+        ([GOOD, BAD], BAD), ([BAD, NONE], BAD), ([GOOD, LATE], LATE), ([LATE], LATE),
+    ],
+)  # fmt: skip
+def test_runs_share_their_time_and_the_first_that_fails_decides(tmp_path, monkeypatch, ended, decides) -> None:
+    given, left = [], iter(ended)
+    monkeypatch.setattr(gpu_report, "run_command", lambda _, seconds, shown: given.append(seconds) or next(left))
+    status, found = gpu_report.run_tests([["beside"], ["alone"]], 60.0, tmp_path)
+    assert given == [60.0, 40.0][: len(ended)]
+    assert status == decides.exit_code
+    taken = sum(outcome.seconds for outcome in ended)
+    assert found == {"status": decides.status, "why": decides.why, "seconds": taken}
+
+
 def test_arguments_behind_two_dashes_are_pytests(tmp_path, monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr(gpu_report, "run_tests", lambda arguments, *_: seen.append(arguments) or (5, {}))
+    monkeypatch.setattr(gpu_report, "run_tests", lambda runs, *_: seen.extend(runs) or (5, {}))
     monkeypatch.setattr(gpu_report, "put", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["", "tests", "--minutes", "3", "--folder", str(tmp_path), "--", "-k", "a or b"])
     with pytest.raises(SystemExit) as ended:
         gpu_report.main()
     assert ended.value.code == 5
-    assert seen[0][-2:] == ["-k", "a or b"]
+    assert all(arguments[-2:] == ["-k", "a or b"] for arguments in seen)
     assert seen[0][0] == "tests/executor", "whole engines come first"
 
 
 def test_on_a_gpu_each_process_has_a_core() -> None:
     environment: dict[str, str] = {}
-    options = gpu_report.on_gpus(environment)
+    options = gpu_report.on_gpus(environment)[0]
     assert options[:2] == ["-k", gpu_report.COMPILED]
     assert int(options[-1]) >= 1
     command = [sys.executable, "-c", "import conftest, os; print(len(os.sched_getaffinity(0)))"]
@@ -194,6 +236,21 @@ def test_without_a_gpu_one_line_says_so(tmp_path) -> None:
     assert done.returncode == 1
     assert re.fullmatch(r"error: torch finds no NVIDIA GPU on this machine, [^\n]+\n", done.stderr), done.stderr
     assert not (tmp_path / "none").exists()
+
+
+def test_both_halves_fit_into_a_quarter_of_an_hour_and_pages_say_how_long_they_take() -> None:
+    said = [
+        (ROOT / name).read_text().count(text)
+        for name, text in {
+            "Makefile": f"MINUTES ?= {gpu_report.MINUTES:g}\n",
+            "CONTRIBUTING.md": f"(`MINUTES={gpu_report.MINUTES:g}`)",
+            "benchmarks/README.md": f"`--minutes` ({gpu_report.MINUTES:g})",
+            "docs/performance-on-gpus.md": f"all this in {gpu_report.MINUTES:g} minutes",
+            "benchmarks/gpu_report.py": f"[--minutes {gpu_report.MINUTES:g}] [--full]",
+        }.items()
+    ]
+    assert said == [1] * len(said)
+    assert 2 * gpu_report.MINUTES <= 12, "a machine takes minutes to start"
 
 
 GPU_ONLY = re.compile(r"from interpreter import .*DEVICE|cuda\.is_available\(\)|from device_tier import")
@@ -213,3 +270,10 @@ def test_every_file_that_asks_for_a_gpu_has_tests_that_are_marked() -> None:
             continue
         assert "pytest.mark.gpu" in file.read_text(), f"{name} has no test that `make test-gpu` runs"
         assert file.parent.name in gpu_report.FOLDERS, f"`make test-gpu` does not look into {file.parent}"
+
+
+def test_every_file_that_looks_at_the_gpus_free_memory_has_tests_that_run_alone() -> None:
+    asking = [file for file in (ROOT / "tests").rglob("test_*.py") if "cuda.mem_get_info()" in file.read_text()]
+    files = [file for file in asking if file != Path(__file__)]
+    assert len(files) >= 2
+    assert all("pytest.mark.alone_on_gpu" in file.read_text() for file in files), files

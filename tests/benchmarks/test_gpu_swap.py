@@ -113,6 +113,16 @@ def test_speeds_are_bytes_by_time_and_the_first_run_stands_apart(checked, monkey
     assert "| tiny | frames | out | 2 | 0 | 0.0 | 3200% | 0.0 |" in gpu_swap.moves_table(moves)
 
 
+@pytest.mark.parametrize("room", [0, 1 << 34])
+def test_a_pool_may_have_addresses_for_the_whole_gpu(room) -> None:
+    shape = gpu_swap.frame_shape(2, 2, 16, "float32")
+    size = block_major(shape, 1).frame_bytes
+    moves = gpu_swap.moves_of("tiny", shape, torch.device(DEVICE), room, (2 * size, 5 * size), BUS, 1)
+    assert {(at.shape, at.block_bytes) for at in moves} == {("tiny of 17 GB" if room else "tiny", size)}
+    assert [at.blocks for at in moves] == [2, 2, 5, 5] * 2
+    assert all(at.bytes_per_s > 0 for at in moves)
+
+
 def test_the_ceiling_is_the_fastest_copy(checked, monkeypatch) -> None:
     times = iter([0.0, 2.0, 0.0, 4.0, 0.0, 8.0, 0.0, 5.0])
     monkeypatch.setattr(gpu_swap, "time", SimpleNamespace(perf_counter=times.__next__))

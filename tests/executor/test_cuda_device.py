@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import gc
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ class FakeStream:
 
 
 class FakeCuda:
-    """Holds a thread's GPU, each one's current stream, which GPUs have a context, memory that torch keeps, and pools of
-    graphs by whether one of theirs was captured."""
+    """Holds a thread's GPU, each one's current stream, which GPUs have a context, memory that torch keeps, what a
+    capture takes, here and in another process meanwhile, and pools of graphs by whether one of theirs was captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gpus = [torch.device("cuda", index) for index in range(2)]
@@ -39,13 +40,14 @@ class FakeCuda:
         self.current = {gpu: FakeStream(gpu) for gpu in self.gpus}
         self.defaults = [*self.current.values()]
         self.cached, self.free, self.total = 300, 500, 1000
+        self.reserved = self.captures = self.elsewhere = 0
         self.fails: Exception | None = None
         self.pools: list[Any] = []
         self.recording: list[Any] = []
         self.released: list[Any] = []
         for name in (
             "device", "set_device", "stream", "graph", "graph_pool_handle",
-            "empty_cache", "mem_get_info", "synchronize",
+            "empty_cache", "mem_get_info", "memory_reserved", "synchronize",
         ):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr("torch._C._cuda_endAllocateToPool", self.end)
@@ -92,6 +94,8 @@ class FakeCuda:
         graph.held = pool
         self.pools.append(pool)
         self.recording.append(pool)
+        self.free -= self.captures + self.elsewhere
+        self.reserved += self.captures
         try:
             yield
         finally:
@@ -116,6 +120,9 @@ class FakeCuda:
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.free, self.total
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved + self.cached
 
 
 @pytest.fixture
@@ -172,6 +179,37 @@ def test_graphs_share_memory_until_all_of_them_have_ended(cuda: FakeCuda) -> Non
     graphs.clear()
     graphs.append(accelerator.capture(lambda: torch.zeros(1)).graph)
     assert cuda.pools[3] is not cuda.pools[0]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [None, RuntimeError("CUDA error")])
+def test_no_garbage_is_collected_while_a_graph_is_captured(
+    cuda: FakeCuda, collects: bool, fails: Exception | None
+) -> None:
+    """What is collected may call CUDA, which no capture survives."""
+    seen = []
+
+    def run() -> torch.Tensor:
+        seen.append((bool(cuda.recording), gc.isenabled()))
+        return torch.zeros(1)
+
+    cuda.fails = fails
+    (gc.enable if collects else gc.disable)()
+    try:
+        with nullcontext() if fails is None else pytest.raises(RuntimeError):
+            device().capture(run)
+        assert seen == [(False, collects), (True, False)]
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+
+
+def test_a_graph_has_taken_what_this_process_took(cuda: FakeCuda) -> None:
+    accelerator = device()
+    cuda.captures, cuda.elsewhere = 20, 400
+    assert accelerator.capture(lambda: torch.zeros(1)).nbytes == 20
+    cuda.captures, cuda.elsewhere = 0, -400
+    assert accelerator.capture(lambda: torch.zeros(1)).nbytes == 0
 
 
 def test_memory_that_torch_keeps_for_later_counts_as_free(cuda: FakeCuda) -> None:

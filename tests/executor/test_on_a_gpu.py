@@ -308,6 +308,7 @@ def test_an_engine_whose_pool_changes_while_it_serves(model, on_cpu, enforce_eag
         assert answers_of(llm) == found
 
 
+@pytest.mark.alone_on_gpu
 def test_an_engine_sleeps_and_gives_its_memory_to_others(model, on_cpu) -> None:
     with LLM(model, device=DEVICE, **(SETTINGS | {"kv_memory": "1GiB"})) as llm:
         before = torch.cuda.mem_get_info()[0]

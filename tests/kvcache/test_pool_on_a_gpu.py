@@ -21,7 +21,7 @@ from pagemill.kvcache.device_streams import CudaStreams
 from pagemill.kvcache.layout import block_major
 from pagemill.kvcache.mapped_memory import open_mapped
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone_on_gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")]
 
 MIB = 1 << 20
 

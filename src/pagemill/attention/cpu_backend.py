@@ -60,8 +60,8 @@ class CpuAttention:
         tokens, heads, _ = query.shape
         of_group, rows = batch.groups[group], batch.context_lens.shape[0]
         tables, remainders = of_group.tables, of_group.remainders
-        output = torch.empty(query.shape, dtype=query.dtype)
-        lse = torch.empty(tokens, heads) if return_lse else None
+        output = torch.empty(query.shape, dtype=query.dtype, device="cpu")
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device="cpu") if return_lse else None
         self.native(cache).attend(
             query.data_ptr(), dtype_code(query), query.stride(0), query.stride(1), heads, output.data_ptr(),
             0 if lse is None else lse.data_ptr(), tables.data_ptr(), tables.stride(0), batch.query_start.data_ptr(),

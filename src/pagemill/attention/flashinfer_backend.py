@@ -91,6 +91,6 @@ def _pages(batch: AttentionBatch, tables: Tensor, block_size: int, total: int) -
     query_lens = batch.query_start[1:] - batch.query_start[:-1]
     counts = torch.where(query_lens > 0, (batch.context_lens + block_size - 1) // block_size, 0)
     ends = counts.cumsum(0)
-    places = torch.arange(total, device=tables.device)
+    places = torch.arange(total, dtype=torch.int64, device=tables.device)
     rows = torch.searchsorted(ends, places, right=True)
     return tables[rows, places - (ends - counts)[rows]]

@@ -109,7 +109,7 @@ def time_attention(backend: AttentionBackend, needs: AttentionNeeds, device: tor
     shape = (frames, kv_heads, block_size, needs.head_dim)
     key = torch.zeros(shape, dtype=getattr(torch, _NARROW.get(needs.kv_format, needs.kv_format)), device=device)
     value = torch.zeros_like(key) if needs.value_dim is None else key[..., : needs.value_dim]
-    scales = torch.ones(2, *shape[:3], device=device).unbind() if needs.kv_format == "int8" else ()
+    scales = torch.ones(2, *shape[:3], dtype=torch.float32, device=device).unbind() if needs.kv_format == "int8" else ()
     cache = LayerCache(key, value, *scales)
     tables = torch.randperm(frames, device=device, dtype=torch.int32).view(DECODE_ROWS, entries)
     total = 0.0
@@ -118,13 +118,15 @@ def time_attention(backend: AttentionBackend, needs: AttentionNeeds, device: tor
         batch = AttentionBatch(
             query_start=torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device),
             context_lens=torch.full((rows,), keys, dtype=torch.int32, device=device),
-            positions=torch.arange(keys - queries, keys, device=device).repeat(rows),
-            groups=(GroupBatch(tables[:rows], torch.full((tokens,), -1, device=device)),),
+            positions=torch.arange(keys - queries, keys, dtype=torch.int64, device=device).repeat(rows),
+            groups=(GroupBatch(tables[:rows], torch.full((tokens,), -1, dtype=torch.int64, device=device)),),
             max_query_len=queries,
             max_context_len=keys,
-            host=HostLengths(*(torch.full((rows,), length, dtype=torch.int32) for length in (queries, keys))),
+            host=HostLengths(
+                *(torch.full((rows,), length, dtype=torch.int32, device="cpu") for length in (queries, keys))
+            ),
         )
-        query = torch.randn(tokens, needs.heads, needs.head_dim, device=device).to(needs.dtype)
+        query = torch.randn(tokens, needs.heads, needs.head_dim, dtype=torch.float32, device=device).to(needs.dtype)
         took = []
         for _ in range(1 + REPEATS):  # the first compiles
             _wait(device)

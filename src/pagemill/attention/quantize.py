@@ -2,6 +2,7 @@
 not depend on what else is written, and writing in other chunks or finding a prefix again changes no bit.
 
 The kernels write the same bits (`csrc/isa/narrow_kv.h`). Other bits need other names in `kvcache/kv_format.py`.
+Divisors are tensors: on CUDA, torch multiplies by a number's rounded reciprocal where it is to divide by the number.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def quantize_int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     finite = torch.maximum(high, -low) <= MOST
     spread = torch.where(finite, high - low, 0.0)
     usable = spread >= LEAST
-    scale = torch.where(usable, spread / 15.0, 0.0).bfloat16()
+    scale = torch.where(usable, spread / torch.full_like(spread, 15.0), 0.0).bfloat16()
     low = torch.where(finite, low, 0.0).bfloat16()
     factor = torch.where(usable, 1.0 / scale.float(), 0.0).unsqueeze(-1)
     numbers = (torch.where(finite.unsqueeze(-1), x, 0.0) - low.float().unsqueeze(-1)) * factor

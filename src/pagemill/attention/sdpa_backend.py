@@ -214,8 +214,8 @@ def _plan_of(batch: AttentionBatch, host: HostLengths, group: int) -> Plan:
             rows.append(row)
             tokens.extend(range(start, start + length))
         start += length
-    starts = [0, *torch.tensor([lengths[row] for row in rows], dtype=torch.int64).cumsum(0).tolist()]
-    sent = torch.tensor([*rows, *tokens, *starts])
+    starts = [0, *torch.tensor([lengths[row] for row in rows], dtype=torch.int64, device="cpu").cumsum(0).tolist()]
+    sent = torch.tensor([*rows, *tokens, *starts], dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         sent = sent.pin_memory().to(device, non_blocking=True)
     index, at, query_start = torch.split(sent, [len(rows), len(tokens), len(starts)])

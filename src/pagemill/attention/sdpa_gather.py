@@ -63,7 +63,7 @@ def merge(a: Part, b: Part, dtype: torch.dtype) -> Part:
     """Merges results over keys of which each query has seen some in both, as `merge_states` does; output as `dtype`."""
     tokens, heads, head_dim = a.output.shape
     output = torch.empty(tokens, heads, head_dim, dtype=dtype, device=a.output.device)
-    lse = torch.empty(tokens, heads, device=a.output.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=a.output.device)
     merging = launcher(merge_parts, HEADS=heads, HEAD_DIM=head_dim, DIMS=padded(head_dim), PAIRS=PAIRS)
     merging(
         (-(-tokens * heads // PAIRS), 1, 1),

@@ -128,7 +128,9 @@ def _trial_error(operator: Operator, shape: HeadShape, device: torch.device) -> 
     random = torch.Generator().manual_seed(0)
 
     def draw(tokens: int, heads: int) -> Tensor:
-        return torch.randn(tokens, heads, shape.head_dim, generator=random).to(device, shape.dtype)
+        return torch.randn(tokens, heads, shape.head_dim, generator=random, dtype=torch.float32, device="cpu").to(
+            device, shape.dtype
+        )
 
     scale, errors = shape.head_dim**-0.5, []
     query = draw(TRIAL_QUERIES, shape.heads)

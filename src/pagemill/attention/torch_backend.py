@@ -115,7 +115,7 @@ class TorchAttention:
             last = torch.minimum(position, batch.context_lens[rows].unsqueeze(1) - 1)
             if key_end is not None:
                 last = torch.minimum(last, key_end[rows].unsqueeze(1) - 1)
-            keys = torch.arange(tables.shape[1] * block_size, device=query.device)
+            keys = torch.arange(tables.shape[1] * block_size, dtype=torch.int64, device=query.device)
             seen = (keys >= first.unsqueeze(-1)) & (keys <= last.unsqueeze(-1))  # [n, query_len, keys]
             count, frames = len(rows), _frames_of(tables, seen)
             key = _widen(cache.key[frames].flatten(4), cache.key_scale, frames)
@@ -171,8 +171,15 @@ class TorchAttention:
                 for begin in range(0, length, step):
                     end = min(length, begin + step)
                     tokens = [range(starts[row] + begin, starts[row] + end) for row in taken]
-                    ids = torch.tensor([list(t) for t in tokens], dtype=torch.int64)
-                    parts.append(_Part(torch.tensor(taken).to(device), ids.to(device), end - begin, context))
+                    ids = torch.tensor([list(t) for t in tokens], dtype=torch.int64, device="cpu")
+                    parts.append(
+                        _Part(
+                            torch.tensor(taken, dtype=torch.int64, device="cpu").to(device),
+                            ids.to(device),
+                            end - begin,
+                            context,
+                        )
+                    )
         self._planned = (batch, parts)
         return parts
 

@@ -21,7 +21,7 @@ from pagemill.attention.checks import check_attend, check_write
 from pagemill.attention.interface import AttentionBatch, JoinedRows, LayerCache
 from pagemill.attention.quantize import rotated_together
 from pagemill.attention.triton_kernels import attend, merge_chunks
-from pagemill.attention.triton_latent import LatentTile, latent_tiles, padded
+from pagemill.attention.triton_latent import HOPPER_QUERIES, LEAST_HOPPER_DIMS, LatentTile, latent_tiles, padded
 from pagemill.attention.triton_latent_kernels import attend_latents
 from pagemill.attention.triton_tiles import READ_AS
 from pagemill.attention.triton_walks import most_chunks_of
@@ -29,7 +29,7 @@ from pagemill.attention.triton_write import rotate_queries, write_tokens
 from pagemill.ops.triton_early import EARLY_CAPABILITY, launch_options
 from pagemill.triton_launch import TYPES, Grid, Launcher, launcher
 
-KERNEL_VERSION = 4
+KERNEL_VERSION = 5
 """Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
 SHORT_TILE, SHORT_QUERIES = 16, 4
 """Rows of at most SHORT_QUERIES tokens, whose heads of one KV head fit into SHORT_TILE, are attended in chunks.
@@ -38,9 +38,6 @@ SHORTEST_CHUNK, SHORT_CHUNKS_OF_ROWS, LONGEST_CHUNK, CHUNKS = 128, 8, 2048, 64
 """Keys of a chunk: SHORTEST_CHUNK for one row, twice as many for two, four times for four, and so on for up to
 SHORT_CHUNKS_OF_ROWS; then doubled until CHUNKS of them hold a row's context, up to LONGEST_CHUNK. Small chunks fill the
 GPU when rows are few. They cost time where rows are many: each has to begin, and leaves a result in fp32."""
-LEAST_HOPPER_DIMS, HOPPER_QUERIES = 64, 64
-"""Triton 3.6 and 3.7 compute wrong products on Hopper where tiles in shared memory have rows of 64 bytes. So have
-halves of 4-bit tiles, of twice as many dimensions; but only so many queries are multiplied by Hopper's instructions."""
 VECTORS = 8
 """Keys, and as many values, that are written at a time; and queries that are rotated."""
 BLOCK_CHUNKS = 16
@@ -225,7 +222,7 @@ class TritonAttention:
             raise ValueError(f"scale is {scale}; it must be positive")
         tokens, heads, _ = query.shape
         output = torch.empty(tokens, heads, cache.value_dim, dtype=query.dtype, device=query.device)
-        lse = torch.empty(tokens, heads, device=query.device) if return_lse else None
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device) if return_lse else None
         if not tokens:
             return output, lse
         of_group, rows = batch.groups[group], batch.context_lens.shape[0]
@@ -292,7 +289,7 @@ class TritonAttention:
 
         def attending(tile: Tile, *, in_chunks: bool) -> Launcher:
             queries = max(tile.queries, at_least)
-            halves = 2 if packed and queries >= HOPPER_QUERIES else 1
+            halves = 2 if packed and queries >= HOPPER_QUERIES else 1  # each half of 4-bit tiles is a tile
             return launcher(
                 attend,
                 GROUP=size, HEAD_DIM=head_dim, DIMS=max(dims, halves * least), BLOCK_SIZE=block_size,
@@ -337,8 +334,8 @@ def _attend_rows(
         start(form.in_chunks, (rows, form.programs, 1), 0, None, None)
         return
     at_once = rows_at_once(rows, few * heads * chunks * (value_dim + 1) * 4)
-    chunk_output = torch.empty(at_once * few, heads, chunks, value_dim, device=output.device)
-    sums = torch.empty(at_once * few, heads, chunks, device=output.device)
+    chunk_output = torch.empty(at_once * few, heads, chunks, value_dim, dtype=torch.float32, device=output.device)
+    sums = torch.empty(at_once * few, heads, chunks, dtype=torch.float32, device=output.device)
     for first in range(0, rows, at_once):
         count = min(at_once, rows - first)
         start(form.in_chunks, (count, form.programs, chunks), first, chunk_output, sums)
@@ -402,15 +399,15 @@ def _latent_form(query: Tensor, cache: LayerCache, major: int, native_e4m3: bool
     """Returns how such queries are attended over keys that are values too. For the others see `_form`."""
     (_, block_size, head_dim), rank, heads = cache.block_shape, cache.value_dim, query.shape[1]
     dot = _dot(query, cache)
-    units, widened = major >= 8 and dot != torch.float32, cache.key.dtype != dot
-    tile, long = latent_tiles(heads, rank, major, matrix_units=units, widened=widened)
+    rope, units, widened = head_dim - rank, major >= 8 and dot != torch.float32, cache.key.dtype != dot
+    tile, long = latent_tiles(heads, rank, rope, major, matrix_units=units, widened=widened)
     short = tile.short(heads)
 
     def attending(tile: LatentTile, *, in_chunks: bool) -> Launcher:
         return launcher(
             attend_latents,
             HEADS=heads, GROUP=tile.heads(heads), RANK=rank, RANK_DIMS=padded(rank),
-            ROPE=head_dim - rank, ROPE_DIMS=padded(head_dim - rank), BLOCK_SIZE=block_size,
+            ROPE=rope, ROPE_DIMS=padded(rope), BLOCK_SIZE=block_size,
             BLOCK_M=tile.queries, BLOCK_N=tile.keys, PIECE=tile.piece, VALUES=tile.values,
             SHORT=short, IN_CHUNKS=in_chunks, CHUNK=triton_latent.CHUNK,
             LONGEST_CHUNK=triton_latent.LONGEST_CHUNK, CHUNKS=triton_latent.CHUNKS,

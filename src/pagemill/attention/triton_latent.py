@@ -12,6 +12,9 @@ CHUNK, LONGEST_CHUNK, CHUNKS = 512, 8192, 32
 """As in `triton_backend.py`. Chunks are longer here: their results are of all heads, over few bytes of keys."""
 SHORT_TOKENS = 4
 """Rows of at most so many tokens are attended in chunks, if a tile holds them with all heads."""
+LEAST_HOPPER_DIMS, HOPPER_QUERIES = 64, 64
+"""Triton 3.6 and 3.7 compute wrong products on Hopper where tiles in shared memory have rows of 64 bytes: of fewer
+dimensions than these. But only so many queries are multiplied by Hopper's instructions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def most_latent_chunks(max_context: int) -> int:
 
 
 def latent_tiles(
-    heads: int, rank: int, major: int, *, matrix_units: bool, widened: bool
+    heads: int, rank: int, rope: int, major: int, *, matrix_units: bool, widened: bool
 ) -> tuple[LatentTile, LatentTile]:
     """Returns the tiles of rows in chunks and of longer ones, for a model and a GPU. Both have as many queries.
 
@@ -66,6 +69,6 @@ def latent_tiles(
         return (LatentTile(16, 16, min(32, dims), min(64, dims), 8, 1),) * 2
     if heads <= 16:
         return (LatentTile(16, 32, dims, dims, 8, 2),) * 2
-    if major != 9 or widened:
+    if major != 9 or widened or min(dims, padded(rope)) < LEAST_HOPPER_DIMS:
         return (LatentTile(32, 32, dims, dims, 8, 2),) * 2
-    return LatentTile(64, 32, dims, dims, 8, 2), LatentTile(64, 16, dims, dims, 8, 3)
+    return LatentTile(HOPPER_QUERIES, 32, dims, dims, 8, 2), LatentTile(HOPPER_QUERIES, 16, dims, dims, 8, 3)

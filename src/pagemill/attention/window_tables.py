@@ -24,6 +24,6 @@ def window_tables(batch: AttentionBatch, group: int, window: int | None, block_s
     query_lens = batch.query_start[1:] - batch.query_start[:-1]
     first_key = (batch.context_lens - query_lens - (window - 1)).clamp_min(0)
     first = first_key.div(block_size, rounding_mode="floor").long()
-    entries = torch.arange(tables.shape[1], device=tables.device)
+    entries = torch.arange(tables.shape[1], dtype=torch.int64, device=tables.device)
     index = torch.maximum(entries, first.unsqueeze(1)).clamp_max(tables.shape[1] - 1)
     return tables.gather(1, index).clamp_min(0)

@@ -199,7 +199,9 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     ]
     block_bytes: Annotated[int, _gauge("kv_block_bytes", "Bytes of one KV block.")]
     graphs: Annotated[int, _gauge("cuda_graphs", "Kinds of decode steps that are captured as CUDA graphs.")] = 0
-    graph_bytes: Annotated[int, _gauge("cuda_graph_bytes", "Bytes of a GPU that the captured decode steps take.")] = 0
+    graph_bytes: Annotated[
+        int, _gauge("cuda_graph_bytes", "Bytes of a GPU that torch holds for captured decode steps.")
+    ] = 0
     tier_blocks: Annotated[
         dict[str, int], _gauge("kv_tier_blocks", "KV blocks that lie in host memory or on disk, by tier.", "tier")
     ] = {}

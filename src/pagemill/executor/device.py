@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
@@ -22,7 +23,8 @@ class Graph(Protocol):
 
 
 class Captured(NamedTuple):
-    """A graph, the memory of its result, and the bytes that it has taken."""
+    """A graph, the memory of its result, and the bytes that it has taken: of this process, as others take and give back
+    memory of the same GPU meanwhile."""
 
     graph: Graph
     result: Tensor
@@ -68,10 +70,12 @@ class CudaDevice(CudaStreams):
             run()  # compiles kernels, and lets libraries choose theirs: neither can be captured
         compute.wait_stream(captures)
         self.synchronize()
-        before, graph, alive = self.memory().free, torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
+        before, graph, alive = self._reserved(), torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
         pool = torch.cuda.graph_pool_handle() if alive is None else alive.pool()
         # Where a capture fails, `torch.cuda.graph` leaves its stream the current one: this one comes back in any case.
         # Other threads copy blocks meanwhile, which an error mode for all of them would forbid.
+        collects = gc.isenabled()
+        gc.disable()  # what is collected may wait for the device, as a pool's memory does: that would end the capture
         try:
             with (
                 self.use(compute),
@@ -85,8 +89,16 @@ class CudaDevice(CudaStreams):
                 torch._C._cuda_endAllocateToPool(self.where.index, pool)  # noqa: SLF001
                 torch._C._cuda_releasePool(self.where.index, pool)  # noqa: SLF001
             raise
+        finally:
+            if collects:
+                gc.enable()
         self._graphs.add(graph)
-        return Captured(graph, result, max(0, before - self.memory().free))
+        return Captured(graph, result, max(0, self._reserved() - before))
+
+    def _reserved(self) -> int:
+        """Returns how many bytes torch holds, but for what it keeps for later."""
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.where)
 
     def memory(self) -> ExecutorMemory:
         torch.cuda.empty_cache()  # what torch keeps for later, such as of weights that were packed, is free

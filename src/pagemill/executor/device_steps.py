@@ -135,7 +135,7 @@ class DeviceSteps:
     def _choose_as_from_host(self) -> None:
         """Samples as steps do that need the host between two tokens."""
         vocab, places = self._worker.decoder.spec.vocab_size, np.zeros(1, np.int64)
-        logits = torch.zeros(1, vocab, device=self.device.where)
+        logits = torch.zeros(1, vocab, dtype=torch.float32, device=self.device.where)
         for draws, truncates in WAYS:
             self._sampling.choose(logits, places, choices_of(1, draws, truncates))
         allowed = np.full((1, -(-vocab // 32)), 2**32 - 1, np.uint32)

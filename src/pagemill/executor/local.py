@@ -63,7 +63,7 @@ class LocalExecutor(Worker):
         self.draft = draft
         self._adapter_loader = adapters
         self._adapters: dict[int, Adapter] = {}
-        self._logits = torch.empty(0, facts.vocab_size)
+        self._logits = torch.empty(0, facts.vocab_size, dtype=torch.float32, device="cpu")
 
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
         first_streamed = self.make_pool(num_frames, streamed_frames, streamed_folder, self.memory().total)

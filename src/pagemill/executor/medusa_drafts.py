@@ -30,7 +30,7 @@ class MedusaDrafts:
 
     def __init__(self, heads: MedusaHeads, hidden_size: int, dtype: torch.dtype) -> None:
         self.heads = heads
-        self._hidden = torch.empty(0, hidden_size, dtype=dtype)
+        self._hidden = torch.empty(0, hidden_size, dtype=dtype, device="cpu")
 
     def begin(self, pool: DevicePool, rows: Rows, sampler: Sampler) -> None:
         self._rows = rows

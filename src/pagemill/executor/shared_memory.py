@@ -46,7 +46,7 @@ class SharedExchange:
 
     def all_gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         part = part.contiguous()
-        whole = torch.empty(part.shape[0], sum(widths), dtype=part.dtype)
+        whole = torch.empty(part.shape[0], sum(widths), dtype=part.dtype, device="cpu")
         in_bytes = [width * part.element_size() for width in widths]
         self.native.exchange.gather(part.data_ptr(), whole.data_ptr(), in_bytes, len(part), self._idle)
         return whole

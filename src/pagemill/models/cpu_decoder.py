@@ -74,7 +74,7 @@ class CpuDecoder(Decoder):
         for table in self._angles:
             table.reach(batch.max_context_len)
         angles = [(table.cos.numpy(), table.sin.numpy()) for table in self._angles]
-        output = torch.empty(token_ids.shape[0], self.spec.hidden_size, dtype=self.dtype)
+        output = torch.empty(token_ids.shape[0], self.spec.hidden_size, dtype=self.dtype, device="cpu")
         exchange, embedded = self._exchange, None if self._exchange is None else self._embed(token_ids).contiguous()
         self._native.run(
             token_ids.numpy(), batch.positions.numpy(), batch.max_context_len, batch.query_start.numpy(),

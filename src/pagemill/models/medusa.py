@@ -48,5 +48,5 @@ class MedusaHeads:
         logits = lm_head(hidden).float()
         if self.tokens is None:
             return logits
-        out = torch.full((len(hidden), self.vocab_size), -torch.inf, device=hidden.device)
+        out = torch.full((len(hidden), self.vocab_size), -torch.inf, dtype=torch.float32, device=hidden.device)
         return out.index_copy_(1, self.tokens, logits)

@@ -49,7 +49,7 @@ def resolve_rope(
         )
     rotary_dim = int(head_dim * share)
     try:
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
         wavelengths = float(parameters["rope_theta"]) ** exponent
         inv_freq, factor = scale(wavelengths, {**parameters, "max_position": max_position}, max_model_len)
         if not (math.isfinite(factor) and factor > 0 and bool((inv_freq.isfinite() & (inv_freq > 0)).all())):
@@ -129,7 +129,7 @@ def _yarn(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, 
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     span = high - low if high != low else 0.001
-    keep = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / span, 0, 1)
+    keep = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / span, 0, 1)
     inv_freq = 1.0 / (factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
     attention_factor = parameters.get("attention_factor")
@@ -158,7 +158,7 @@ def _longrope(wavelengths: Tensor, parameters: Parameters, max_model_len: int) -
 
 
 def _per_frequency(parameters: Parameters, key: str, wavelengths: Tensor) -> Tensor:
-    factors = torch.tensor(parameters[key], dtype=torch.float32)
+    factors = torch.tensor(parameters[key], dtype=torch.float32, device="cpu")
     if factors.shape != wavelengths.shape:
         raise ValueError(f"{key} has {factors.numel()} factors for {wavelengths.numel()} frequencies")
     return factors
@@ -195,7 +195,7 @@ class AngleTable:
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
         self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
         self._factor = rope.factor
-        self.cos = self.sin = torch.empty(0, len(rope.inv_freq), device=device)
+        self.cos = self.sin = torch.empty(0, len(rope.inv_freq), dtype=torch.float32, device=device)
 
     def reach(self, positions: int) -> None:
         """Adds rows until positions 0 to positions - 1 have one."""
@@ -204,7 +204,7 @@ class AngleTable:
             return
         cos, sin = [self.cos], [self.sin]
         for first in range(begin, positions, _PIECE):
-            piece = torch.arange(first, first + _PIECE, device=self._inv_freq.device)
+            piece = torch.arange(first, first + _PIECE, dtype=torch.int64, device=self._inv_freq.device)
             angles = piece.unsqueeze(-1).float() * self._inv_freq
             cos.append(torch.cos(angles) * self._factor)
             sin.append(torch.sin(angles) * self._factor)

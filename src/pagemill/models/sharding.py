@@ -209,7 +209,7 @@ class ShardedEmbedding:
     def __init__(self, exchange: Exchange, rows: Rows, vocab_size: int) -> None:
         parts = cut(vocab_size, exchange.size)
         self._exchange, self._rows, self._vocab_size = exchange, rows, vocab_size
-        self._ends = torch.tensor([part.stop for part in parts])
+        self._ends = torch.tensor([part.stop for part in parts], dtype=torch.int64, device="cpu")
         self._mine = parts[exchange.rank]
 
     def __getitem__(self, ids: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class ShardedEmbedding:
         hidden = mine.shape[1]
         every = self._exchange.all_gather(mine, [hidden] * self._exchange.size)
         owners = torch.bucketize(ids, self._ends, right=True)
-        return every.view(len(ids), -1, hidden)[torch.arange(len(ids)), owners]
+        return every.view(len(ids), -1, hidden)[torch.arange(len(ids), dtype=torch.int64, device="cpu"), owners]
 
 
 class SummedEmbedding(ShardedEmbedding):

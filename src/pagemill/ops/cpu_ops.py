@@ -71,7 +71,7 @@ class CpuLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         self._check(x)
-        y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
+        y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype, device="cpu")
         self.packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), x.shape[0])
         return y
 
@@ -96,7 +96,7 @@ class CpuLinear:
         check_contiguous("ids", ids, torch.int64, (ids.numel(),))
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
             raise IndexError(f"ids {ids.tolist()} are not all in 0 .. {self.out_features - 1}")
-        y = torch.empty(ids.numel(), self.in_features, dtype=self.dtype)
+        y = torch.empty(ids.numel(), self.in_features, dtype=self.dtype, device="cpu")
         self.packed.rows(ids.numpy(), y.data_ptr())
         return y
 
@@ -167,7 +167,7 @@ class CpuOps:
         check_contiguous("weight", weight, torch.float32, (size,))
         if x.dim() > 3 or x.stride(-1) != 1:
             x = x.reshape(-1, size).contiguous()
-        y = torch.empty(shape, dtype=x.dtype)
+        y = torch.empty(shape, dtype=x.dtype, device="cpu")
         outer, inner = x.shape[0], x.shape[1] if x.dim() == 3 else 1
         strides = x.stride(0), x.stride(1) if x.dim() == 3 else 0
         _kernels.rms_norm(
@@ -194,7 +194,7 @@ class CpuOps:
                 return x
             out = x
         elif out is None:
-            out = torch.empty(x.shape)
+            out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
         check_contiguous("x", x, x.dtype, tuple(x.shape))
         check_contiguous("out", out, torch.float32, tuple(x.shape))
         _kernels.widen(x.data_ptr(), dtype_code(x), soft_cap or 0.0, out.data_ptr(), x.numel())
@@ -204,7 +204,7 @@ class CpuOps:
         rows, columns = x.shape
         if columns % 2 or x.stride(1) != 1:
             raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, 2 n] with contiguous rows")
-        y = torch.empty(rows, columns // 2, dtype=x.dtype)
+        y = torch.empty(rows, columns // 2, dtype=x.dtype, device="cpu")
         _kernels.gated(
             x.data_ptr(), x.stride(0), y.data_ptr(), dtype_code(x), ACTIVATIONS[activation], rows, columns // 2
         )

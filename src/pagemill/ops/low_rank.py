@@ -38,6 +38,6 @@ def check_parts(parts: Sequence[LowRankPart], in_features: int, out_features: in
 def pad_to_blocks(matrix: Tensor, rows: int) -> Tensor:
     """Returns [blocks, columns, rows] of a matrix [.., columns], whose last block is filled up with zeros."""
     blocks = -(-len(matrix) // rows)
-    padded = torch.zeros(blocks * rows, matrix.shape[1], dtype=matrix.dtype)
+    padded = torch.zeros(blocks * rows, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     padded[: len(matrix)] = matrix
     return padded.view(blocks, rows, -1).transpose(1, 2).contiguous()

@@ -88,7 +88,7 @@ class PackedWeight:
             top, zero = (None if part is None else part[rows] for part in (self.top, self.zero))
             low = None if self.low is None else self.low[rows]
             return replace(self, codes=self.codes[rows], scale=self.scale[rows], top=top, zero=zero, low=low).dense()
-        group = torch.arange(self.columns, device=self.codes.device) // self.group
+        group = torch.arange(self.columns, dtype=torch.int64, device=self.codes.device) // self.group
         values = self._values()[:, : self.columns]
         zeros = self.origin if self.zero is None else self.zero[:, group].float()
         weight = (values - zeros) * self.scale.wide()[:, group]

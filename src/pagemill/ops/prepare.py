@@ -33,7 +33,7 @@ def settle_vector_math() -> None:
     import torch  # not above: `pagemill doctor` checks the kernels without it
 
     for dtype in (torch.float32, torch.float64):
-        one = torch.ones(1, dtype=dtype)
+        one = torch.ones(1, dtype=dtype, device="cpu")
         for function in (torch.exp, torch.log, torch.sqrt, torch.sin, torch.cos, torch.tanh):
             function(one)
 

@@ -100,11 +100,11 @@ class QuantizedWeight:
     def empty(cls, rows: int, columns: int, bits: int, values: Tensor | None = None) -> QuantizedWeight:
         """Returns memory for a weight of 4 or 8 bits. values: theirs, if it is there."""
         if values is None:
-            values = torch.empty(rows, columns, dtype=torch.uint8 if bits == 4 else torch.int8)
-        scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16)
+            values = torch.empty(rows, columns, dtype=torch.uint8 if bits == 4 else torch.int8, device="cpu")
+        scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16, device="cpu")
         if bits == 8:
             return cls(values, scales)
-        slopes, offsets = (torch.empty(rows, columns // BLOCK, dtype=torch.int16) for _ in range(2))
+        slopes, offsets = (torch.empty(rows, columns // BLOCK, dtype=torch.int16, device="cpu") for _ in range(2))
         return cls(values, scales, slopes, offsets)
 
     @property

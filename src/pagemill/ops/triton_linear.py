@@ -87,7 +87,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, early: 
     tiles = triton.cdiv(inputs, form.columns)
     columns = form.columns * triton.cdiv(tiles, parts_of(form, outputs, inputs))
     count = triton.cdiv(inputs, columns)
-    parts = torch.empty(count, tokens, outputs, device=x.device) if count > 1 else None
+    parts = torch.empty(count, tokens, outputs, dtype=torch.float32, device=x.device) if count > 1 else None
     grid = (triton.cdiv(outputs, form.outputs), count)
     options = {"num_warps": form.warps, **launch_options(early)}
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # kernels start on the current device

@@ -126,7 +126,7 @@ class NarrowLinear:
         units = chunks * 16 * in_byte // weight.unit
         of_part = -(-units // parts_of(form, self.out_features, units))
         count = -(-units // of_part)
-        parts = torch.empty(count, *y.shape, device=x.device) if count > 1 else None
+        parts = torch.empty(count, *y.shape, dtype=torch.float32, device=x.device) if count > 1 else None
         multiplying = launcher(
             multiply_rows, **self._constants, BLOCK_N=form.outputs, BLOCK_M=form.tokens, DOT=TYPES[x.dtype],
             num_warps=form.warps, num_stages=form.stages,

@@ -102,7 +102,9 @@ def _log_probabilities(raw: torch.Tensor, tokens: Ids, counts: Ids) -> list[Toke
     most = int(counts.max(initial=0))
     if most:
         cut = raw.topk(most, dim=-1).values[:, -1]
-        for group, values, indices, _ in candidates_above(raw, torch.arange(len(raw), device=raw.device), cut):
+        for group, values, indices, _ in candidates_above(
+            raw, torch.arange(len(raw), dtype=torch.int64, device=raw.device), cut
+        ):
             for row, ids, logprobs in zip(group.tolist(), indices.tolist(), values.tolist(), strict=True):
                 made[row].token_ids += ids[: counts[row]]
                 made[row].logprobs += logprobs[: counts[row]]
@@ -187,7 +189,7 @@ def candidates_above(values: torch.Tensor, rows: torch.Tensor, cut: torch.Tensor
             continue
         count = counts[group]
         width = max(1, int(count.max()))
-        ranks = torch.arange(width, device=values.device)
+        ranks = torch.arange(width, dtype=torch.int64, device=values.device)
         inside = ranks < count[:, None]
         source = torch.where(inside, starts[group][:, None] + ranks, 0)
         padded = torch.where(inside, found[source], -torch.inf)
@@ -215,7 +217,7 @@ def _draw_above(
     enough = torch.ones_like(rows, dtype=torch.bool)
     for group, values, indices, count in candidates_above(scaled, rows, cut):
         row = rows[group]
-        ranks = torch.arange(values.shape[1], device=values.device)
+        ranks = torch.arange(values.shape[1], dtype=torch.int64, device=values.device)
         mass = torch.where(ranks < count[:, None], probabilities[row[:, None], indices], 0.0).double()
         sums = torch.cumsum(mass, -1)
         wanted = top_p[row].double()[:, None]

@@ -64,7 +64,7 @@ def _choose(logits: Tensor, places: Tensor | None, rows: int, choices: DeviceCho
     splits = -(-vocab // SPLIT)
     sizes = {"SPLIT": SPLIT, "SPLITS": triton.next_power_of_2(splits)}
     source = (logits, places, logits.stride(0), vocab)
-    maxima = torch.empty(rows, splits, device=device)
+    maxima = torch.empty(rows, splits, dtype=torch.float32, device=device)
     first = torch.empty(rows, splits, dtype=torch.int32, device=device)
     launcher(kernels.find_largest, SPLIT=SPLIT)((rows, splits, 1), *source, maxima, first, splits)
     picking = launcher(kernels.pick, NOT_FINITE=NOT_FINITE, ALL_FORBIDDEN=ALL_FORBIDDEN, **sizes)
@@ -74,7 +74,7 @@ def _choose(logits: Tensor, places: Tensor | None, rows: int, choices: DeviceCho
         return tokens
     log_min_p = choices.min_p.log()
     cuts = _cuts(source, maxima, choices, log_min_p, sizes) if truncate else None
-    sums = torch.empty(rows, splits, device=device)
+    sums = torch.empty(rows, splits, dtype=torch.float32, device=device)
     weights = (choices.temperature, log_min_p, cuts, sums)
     launcher(kernels.weigh, **sizes)((rows, splits, 1), *source, maxima, *weights, splits)
     picking((rows, 1, 1), *source, maxima, first, *weights, choices.uniforms, tokens, splits)
@@ -93,7 +93,7 @@ def _cuts(
     device, pivots = maxima.device, kernels.PIVOTS.value
     intervals = torch.empty(2, rows, 2, dtype=torch.int64, device=device)
     targets = torch.empty(2, rows, dtype=torch.float64, device=device)
-    parts = torch.empty(2, rows, splits, pivots, device=device)
+    parts = torch.empty(2, rows, splits, pivots, dtype=torch.float32, device=device)
     cuts: Tensor | None = None
     for of_k in (True, False):
         narrowing = launcher(kernels.narrow, OF_K=of_k, CHUNK=min(CHUNK, SPLIT), **sizes)

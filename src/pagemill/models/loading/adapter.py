@@ -122,7 +122,7 @@ class AdapterLoader:
         return one if one is not None and self._dtype == torch.float32 and self._ops.widens_weights else self._dtype
 
     def _read(self, file: _AdapterFile, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(file.tensors[name].shape, dtype=dtype)
+        tensor = torch.empty(file.tensors[name].shape, dtype=dtype, device="cpu")
         file.read_into(name, tensor)
         if tensor.dim() != 2 or not tensor.isfinite().all():
             raise AdapterError(

@@ -138,7 +138,7 @@ class Checkpoint:
 
         def read(start: int, stop: int) -> None:
             here = flat[start:stop]
-            piece = here if in_place else torch.empty(stop - start, dtype=dtype)
+            piece = here if in_place else torch.empty(stop - start, dtype=dtype, device="cpu")
             info.file.read(info.begin + start * dtype.itemsize, piece.view(torch.uint8).numpy())
             if not in_place:
                 here.copy_(piece)

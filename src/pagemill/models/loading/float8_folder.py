@@ -68,7 +68,7 @@ class Float8Folder(HuggingFaceFolder):
 
     def read_float8(self, name: str) -> Float8Weight:
         info = self.tensors[name]
-        values = torch.empty(info.shape, dtype=torch.uint8)
+        values = torch.empty(info.shape, dtype=torch.uint8, device="cpu")
         flat = values.view(-1)
 
         def read(begin: int, end: int) -> None:

@@ -114,8 +114,11 @@ class GGUFModel(Checkpoint):
         tensor, file = self.tensors[name], self.files[0]
         (rows, columns), form = tensor.shape, FORMATS[tensor.dtype]
         in_row = columns // form.block * form.nbytes
-        values = torch.empty(rows, columns, dtype=torch.uint8)
-        scale, low = (torch.empty(rows, columns // (16 if form.name == "Q6_K" else 32)) for _ in range(2))
+        values = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
+        scale, low = (
+            torch.empty(rows, columns // (16 if form.name == "Q6_K" else 32), dtype=torch.float32, device="cpu")
+            for _ in range(2)
+        )
 
         def fill(begin: int, end: int) -> None:
             stored = np.empty((end - begin) * in_row, np.uint8)
@@ -158,7 +161,7 @@ class GGUFModel(Checkpoint):
 
         def widen(start: int, stop: int) -> None:
             here = flat[start:stop]
-            piece = here if in_place else torch.empty(stop - start)
+            piece = here if in_place else torch.empty(stop - start, dtype=torch.float32, device="cpu")
             first = tensor.begin + start // form.block * form.nbytes
             blocks = np.empty((stop - start) // form.block * form.nbytes, np.uint8)
             file.read(first, blocks)
@@ -274,7 +277,7 @@ class GGUFModel(Checkpoint):
     def _floats(self, name: str) -> list[float]:
         if name not in self.tensors:
             raise ModelConfigError(f"{self.path} has no tensor {name!r}; download it again")
-        values = torch.empty(self.tensors[name].shape, dtype=torch.float32)
+        values = torch.empty(self.tensors[name].shape, dtype=torch.float32, device="cpu")
         self.read_into(name, values)
         result: list[float] = values.tolist()
         return result

@@ -97,7 +97,7 @@ def load_medusa(
                 f"tensor {name!r} in {weights.path} is {list(weights.tensors[name].shape)}, but this model asks for "
                 f"{list(shape)}; the heads were made for another model"
             )
-        tensor = torch.empty(shape, dtype=held)
+        tensor = torch.empty(shape, dtype=held, device="cpu")
         weights.read_into(name, tensor)
         if not tensor.isfinite().all():
             raise CorruptWeightsError(f"tensor {name!r} in {weights.path} is not finite; download it again")
