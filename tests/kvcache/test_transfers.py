@@ -4,6 +4,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -141,6 +142,20 @@ def test_of_what_storing_can_not_keep_up_with_a_chain_loses_its_end(bench, monke
     assert bench.held() == CHAIN[:4]
     assert transfers.stats().blocks_dropped == 2 + len(OTHERS)
     transfers.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError("16 MiB"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize("where", ["tiers.holds", "frames.begin_read"])
+def test_blocks_that_can_not_be_saved_are_dropped_with_a_warning(bench, monkeypatch, caplog, error, where):
+    owner, name = where.split(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(bench, owner), name, Mock(side_effect=error))
+        bench.evict(CHAIN)
+    assert bench.transfers.stats().blocks_dropped == len(CHAIN)
+    assert f"6 KV blocks are dropped instead of saved: {error}" in caplog.text
+    assert not bench.transfers.storing
+    bench.evict(CHAIN)
+    assert bench.held() == CHAIN
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -118,13 +118,14 @@ class Transfers:
     def save(self, saves: Sequence[Save], keep: bool = False) -> None:
         """Copies blocks out of their frames now and stores them later. What is stored already counts as used.
 
+        Those for which there is no memory, or no thread, are dropped.
+
         keep: stores them where they outlive the process, and all of them, however long that takes.
         """
         try:
             here = self._tiers.holds([save.name[:2] for save in saves], lasting=keep)
-        except KVStoreError as error:
-            logger.warning("%s", error)
-            self._count(blocks_dropped=len(saves))
+        except (KVStoreError, MemoryError, RuntimeError) as error:
+            self._drop(saves, error)
             return
         if any(here):
             self._writer.submit(self._tiers.use, [save.name[:2] for save in compress(saves, here)][::-1])
@@ -136,15 +137,25 @@ class Transfers:
             part = saves[first : first + self._batch]
             if keep and self._waiting + len(part) > self._most_waiting:
                 self.flush()
-            records, whole, wait = self._frames.begin_read([save.frame for save in part])
-            if lost := whole.count(False):
-                self._count(blocks_dropped=lost)
-                wait()
-                part, records = [save for save, read in zip(part, whole, strict=True) if read], records[whole]
-            self._tiers.announce([save.name for save in part], list(records), wait)
-            with self._lock:
-                self._waiting += len(part)
-            self._writer.submit(self._store, part, records, wait, keep)
+            try:
+                self._save(part, keep)
+            except (MemoryError, RuntimeError) as error:
+                self._drop(part, error)
+
+    def _save(self, saves: Sequence[Save], keep: bool) -> None:
+        records, whole, wait = self._frames.begin_read([save.frame for save in saves])
+        if lost := whole.count(False):
+            self._count(blocks_dropped=lost)
+            wait()
+            saves, records = [save for save, read in zip(saves, whole, strict=True) if read], records[whole]
+        self._tiers.announce([save.name for save in saves], list(records), wait)
+        with self._lock:
+            self._waiting += len(saves)
+        self._writer.submit(self._store, saves, records, wait, keep)
+
+    def _drop(self, saves: Sequence[Save], error: Exception) -> None:
+        logger.warning("%d KV blocks are dropped instead of saved: %s", len(saves), error)
+        self._count(blocks_dropped=len(saves))
 
     def _store(self, saves: Sequence[Save], records: NDArray[np.uint8], wait: Callable[[], None], keep: bool) -> None:
         stored = 0
