@@ -421,8 +421,8 @@ class EngineCore:
     def _start_loads(self) -> None:
         """Begins loads into frames, after the device has copied out of these what was there before."""
         for load in self.scheduler.take_loads():
-            if self.tiers is not None:
-                self.tiers.transfers.load(load)
+            if self.tiers is not None and not self.tiers.load(load):
+                self.scheduler.finish_load(load.id, [False] * len(load.blocks), time.monotonic())
 
     def _end_loads(self) -> None:
         """Waits for all loads: those under way, and those that a plan has begun which came to nothing. No step is in
