@@ -297,7 +297,7 @@ class Scheduler:
         self.check_size(num_frames)
         while self.memory.resize(num_frames) is not None:
             preemption.preempt(self.state, preemption.borrower(running) or running[-1], now)
-        self.state.refused = None
+        self.state.look_again()
         self.tenants.resized()
 
     # Steps
