@@ -40,8 +40,8 @@ BUS = Bus(2e9, 1e9)
 @pytest.fixture
 def checked(monkeypatch):
     """Frames on a device that checks the order of what it is told."""
-    for module in (moving_blocks, transfers):
-        monkeypatch.setattr(module, "ThreadPoolExecutor", InlineThreads)
+    monkeypatch.setattr(moving_blocks, "ThreadPoolExecutor", InlineThreads)
+    monkeypatch.setattr(transfers, "started", InlineThreads)
     with CheckedDevice() as device:
         frames = GpuFrames(1, 8, 64, device)
         frames.bytes.copy_(torch.arange(8, dtype=torch.uint8)[None, :, None])

@@ -145,6 +145,51 @@ def test_a_plan_that_can_not_be_carried_out_fails_its_requests_and_the_engine_go
     assert {last.finish_reason for last in drive(core, requests).last.values()} == {"length"}
 
 
+def fail_once(monkeypatch, owner, name, error, *, behind=False) -> None:
+    """Lets a method raise an error, the first time that it is called; behind: once it has done its work."""
+    method = getattr(owner, name)
+
+    def failing(*args):
+        monkeypatch.setattr(owner, name, method)
+        if behind:
+            method(*args)
+        raise error
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_fails_while_evicted_blocks_are_saved_fails_only_the_step(make_engine, requests, monkeypatch, late):
+    core = make_engine(late=late, kv_host_memory="64MiB")
+    expected = drive(core, requests).tokens
+    fail_once(monkeypatch, core.tiers, "save", RuntimeError("no luck"))
+    run = drive(core, requests)
+    assert {last.error.error_type for last in run.last.values() if last.error} == {"StepFailedError"}
+    assert "RuntimeError: no luck" in run.last["r0", 0].error.message
+    assert core.stats().frames_active == 0
+    assert drive(core, requests).tokens == expected
+    core.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupt_between_planning_a_step_and_running_it_leaves_no_step_behind(
+    make_engine, requests, monkeypatch, late, error
+):
+    core = make_engine(late=late)
+    expected = drive(core, requests).tokens
+    for one in requests:
+        core.add_request(one)
+    core.step()
+    fail_once(monkeypatch, core.scheduler, "schedule", error, behind=True)
+    with pytest.raises(error):
+        core.step()
+    core.abort([one.request_id for one in requests])
+    assert not core.has_work()
+    assert core.stats().frames_active == 0
+    assert drive(core, requests).tokens == expected
+
+
 def test_abort_gives_everything_back_and_leaves_the_others(core, requests):
     expected = drive(core, requests).tokens
     for one in requests:

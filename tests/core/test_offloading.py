@@ -6,6 +6,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -178,6 +179,24 @@ def test_engines_that_share_a_folder_find_each_others_blocks_while_both_run(
     assert set(run.cached.values()) == {BLOCKS * 16}
     same(run, expected)
     again.close()
+
+
+@pytest.mark.parametrize("where", ["begin_writes", "mark"])
+def test_a_load_that_can_not_be_begun_ends_and_disturbs_nobody(
+    conversations, expected, make_engine, monkeypatch, caplog, where
+):
+    monkeypatch.setattr(LoadTime, "pays", lambda *how: True)
+    core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
+    drive(core, conversations)
+    core.tiers.transfers.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor.frames, where, Mock(side_effect=RuntimeError("no luck")))
+        same(drive(core, conversations, every=3, record=True), expected)
+    assert "a load of 12 KV blocks could not be begun, which are computed: RuntimeError: no luck" in caplog.text
+    assert core.scheduler.num_loading == core.stats().frames_active == core.stats().blocks_loaded == 0
+    same(drive(core, conversations), expected)
+    assert core.stats().blocks_loaded > 0
+    core.close()
 
 
 @pytest.fixture

@@ -83,9 +83,11 @@ def test_expiry(llm, monkeypatch):
 
 def test_limits_are_said_and_leave_room_for_what_was_accepted(llm):
     llm.pin([5] * 300, name="a")
-    with pytest.raises(errors.PinLimitError, match=r"28 would be pinned, over max_pinned_share \(0.5\)"):
+    with pytest.raises(
+        errors.PinLimitError, match=r"10 of them new, and \d more may be pinned: max_pinned_share \(0.5\)"
+    ):
         llm.pin([6] * 160, name="b")
-    with pytest.raises(errors.RequestTooLargeError, match="pins hold 18"):
+    with pytest.raises(errors.RequestTooLargeError, match="pins leave 27"):
         llm.generate([7] * 500, SamplingParams(max_tokens=12), use_tqdm=False)
     (output,) = llm.generate([7] * 400, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 27 * 16 + 1 - 400, "as far as the pool goes beside the pin"

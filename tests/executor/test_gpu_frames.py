@@ -317,12 +317,12 @@ def run_transfers(device, frames, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_transfers_keep_order_and_contents(device, frames, monkeypatch, seed) -> None:
-    monkeypatch.setattr(transfers, "ThreadPoolExecutor", InlineThreads)
+    monkeypatch.setattr(transfers, "started", InlineThreads)
     run_transfers(device, frames, seed)
 
 
 def test_transfers_that_do_not_come_behind_earlier_computations_are_found(device, frames, monkeypatch) -> None:
-    monkeypatch.setattr(transfers, "ThreadPoolExecutor", InlineThreads)
+    monkeypatch.setattr(transfers, "started", InlineThreads)
     monkeypatch.setattr(frames, "mark", lambda: None)
     with pytest.raises(OrderError, match=r"may still use|may not have written"):
         run_transfers(device, frames, 0)

@@ -1,9 +1,13 @@
 """What Transfers tell the tiers of use: what was used longest ago makes room there, a chain's end first."""
 
+import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +25,7 @@ from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.store_format import Slots
 from pagemill.kvcache.transfers import Transfers, piece_of
 from pagemill.memory.work import Load, Save
+from waiting import wait_until
 
 ROOM = 12
 CHAIN, OTHERS = list(range(6)), list(range(100, 106))
@@ -141,6 +146,51 @@ def test_of_what_storing_can_not_keep_up_with_a_chain_loses_its_end(bench, monke
     assert bench.held() == CHAIN[:4]
     assert transfers.stats().blocks_dropped == 2 + len(OTHERS)
     transfers.close()
+
+
+def test_threads_that_can_not_be_started_are_told_of_at_the_start(bench, monkeypatch):
+    start, before = threading.Thread.start, threading.active_count()
+
+    def starting(thread):
+        if thread.name == "kv-load_2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    with pytest.raises(KVStoreError, match=r"9 threads move KV blocks .* can't start new thread; raise its limit"):
+        Transfers(bench.frames, bench.tiers)
+    gc.collect()
+    wait_until(lambda: threading.active_count() <= before, "those that had started stay")
+
+
+def test_of_a_load_the_pieces_that_can_not_be_read_are_missing_and_it_ends(bench, monkeypatch):
+    submit, submitted = ThreadPoolExecutor.submit, count()
+
+    def submitting(*args):
+        if next(submitted) == 1:
+            raise RuntimeError("cannot schedule new futures")
+        return submit(*args)
+
+    bench.evict(CHAIN)
+    monkeypatch.setattr(transfers_module, "LEAST_PIECE_BYTES", 2 * bench.tiers.record_bytes)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submitting)
+    bench.transfers.load(Load(0, [(digest_of(i), 0) for i in CHAIN], CHAIN))
+    assert bench.transfers.finished(wait_s=30) == {0: [True, True, False, False, True, True]}
+    assert not bench.transfers.loading
+
+
+@pytest.mark.parametrize("error", [MemoryError("16 MiB"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize("where", ["tiers.holds", "frames.begin_read"])
+def test_blocks_that_can_not_be_saved_are_dropped_with_a_warning(bench, monkeypatch, caplog, error, where):
+    owner, name = where.split(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(bench, owner), name, Mock(side_effect=error))
+        bench.evict(CHAIN)
+    assert bench.transfers.stats().blocks_dropped == len(CHAIN)
+    assert f"6 KV blocks are dropped instead of saved: {error}" in caplog.text
+    assert not bench.transfers.storing
+    bench.evict(CHAIN)
+    assert bench.held() == CHAIN
 
 
 @pytest.mark.parametrize("fails", [False, True])

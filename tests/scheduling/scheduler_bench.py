@@ -228,7 +228,7 @@ class Bench:
         self.device = SimulatedDevice(block_size, list(windows))
         self.depth = depth
         self.settles = settles
-        self.flights: deque[StepResult] = deque()
+        self.flights: deque[tuple[StepResult, int]] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.found: dict[str, list[Hypothesis]] = {}
@@ -254,7 +254,7 @@ class Bench:
             self.drafted += len(plan.draft_tokens)
             self.steps += 1
             self.device.apply(plan)
-            self.flights.append(self.device.run(plan, faulty))
+            self.flights.append((self.device.run(plan, faulty), plan.step))
         elif not self.flights and not self.scheduler.num_loading:
             assert not self.scheduler.has_work(), "nothing can run, and nothing will change that"
         if self.flights and (plan is None or len(self.flights) >= self.depth):
@@ -267,7 +267,8 @@ class Bench:
             assert one.table.num_entries == -(-one.table.length // self.memory.block_size), "more than it has tokens"
 
     def commit(self) -> None:
-        self.take(self.scheduler.commit(self.flights.popleft(), self.now))
+        result, step = self.flights.popleft()
+        self.take(self.scheduler.commit(result, self.now, step))
 
     def botch(self) -> None:
         """A step with a plan that the device cannot carry out."""

@@ -7,6 +7,8 @@ from itertools import chain, count, repeat
 from scheduler_bench import Bench, expected, make_request
 
 from pagemill.memory.digest import extend_chain
+from pagemill.scheduling import loading
+from pagemill.scheduling.sequence import Precedence, Sequence
 
 
 def run_one_after_another(tier_loses) -> Bench:
@@ -100,3 +102,30 @@ def test_a_context_that_streams_loads_what_the_pool_and_the_streamed_frames_have
     bench.run()
     assert bench.tier.arrived > arrived
     assert bench.outputs["again", 0] == expected(again, 0)
+
+
+def test_blocks_that_did_not_arrive_are_remembered_up_to_a_limit(monkeypatch):
+    """Here those who would have asked for them next are gone; the last one is computed once, then loaded again."""
+    monkeypatch.setattr(loading, "MOST_MISSED", 3)
+    asked: list[int] = []
+
+    def stored(digests, found, preempted) -> int:
+        asked.append(len(digests))
+        return len(digests)
+
+    loads = loading.Loading(Bench().memory, 16, stored)
+
+    def load(salt: int) -> None:
+        request = make_request(f"r{salt}", [salt] * 13, 1)
+        sequence = Sequence(request, 0, Precedence(0.0, 0, 0), request.prompt_token_ids)
+        extend_chain(sequence.digests, request.root, sequence.tokens, 4)
+        if (begun := loads.begin(sequence, 0, 0, None, 0.0)) is not None:
+            (one,) = loads.take_begun()
+            loads.finish(begun.id, [False] * len(one.blocks), 0.0)
+
+    for salt in range(5):
+        load(salt)
+    asked.clear()
+    for salt in (0, 4, 4):
+        load(salt)
+    assert asked == [3, 0, 3]

@@ -48,15 +48,17 @@ def test_pins_and_requests_never_shut_each_other_out():
     bench.scheduler.add(make_request("large", [9] * 44, 5, ignore_eos=True))  # 12 blocks
     with pytest.raises(
         PinLimitError,
-        match=r"leaves too little: the request 'large' .* takes 12 blocks, .* could count on 11, of which pins hold 9",
+        match=r"leaves too little: the request 'large' .* takes 12 blocks, .* could count on 11 beside 9 pinned",
     ):
         bench.scheduler.add(make_request("pin", [1, 2, 3] * 12, 1, pin="a"))
-    with pytest.raises(PinLimitError, match=r"11 would be pinned, over max_pinned_share \(0.5\) of the pool, 10 of 20"):
+    with pytest.raises(
+        PinLimitError, match=r"and 10 more may be pinned: max_pinned_share \(0.5\) of the pool is 10 of 20"
+    ):
         bench.scheduler.add(make_request("pin", [1, 2] * 22, 1, pin="a"))
     bench.scheduler.add(make_request("pin", [1, 2] * 14, 1, pin="a"))
-    with pytest.raises(RequestTooLargeError, match=r"takes 14 KV blocks .* has 20, of which pins hold 7"):
+    with pytest.raises(RequestTooLargeError, match=r"takes 14 KV blocks .* has 20, of which pins leave 13"):
         bench.scheduler.add(make_request("larger", [8] * 52, 5))
-    with pytest.raises(PinLimitError, match="12 would be pinned"):
+    with pytest.raises(PinLimitError, match="5 of them new, and 3 more may be pinned"):
         bench.scheduler.add(make_request("second", [3] * 20, 1, pin="b"))
     bench.run_steps()
     assert bench.scheduler.least_frames == 7
@@ -186,7 +188,7 @@ def test_with_windows_a_pinned_prefix_counts_in_full():
     bench.scheduler.add(make_request("pin", [1, 2] * 14, 1, pin="p"))
     bench.run_steps()
     assert bench.scheduler.pins.num_frames == 9
-    with pytest.raises(RequestTooLargeError, match=r"takes 16 KV blocks .* of which pins hold 9"):
+    with pytest.raises(RequestTooLargeError, match=r"takes 16 KV blocks .* of which pins leave 15"):
         bench.scheduler.add(make_request("larger", [1, 2] * 10 + [9] * 9, 4))
     bench.scheduler.add(make_request("fits", [1, 2] * 10 + [9] * 7, 2, ignore_eos=True))
     bench.run()

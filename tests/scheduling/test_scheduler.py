@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_bench import Bench, expected, make_request, make_search
 
-from pagemill.errors import KVMemoryError, PoolTooSmallError, RequestTooLargeError
+from pagemill.errors import EngineDeadError, KVMemoryError, PoolTooSmallError, RequestTooLargeError
 from pagemill.tenant_limits import TenantLimits
 
 
@@ -38,6 +38,20 @@ def test_a_device_that_fails_while_frames_go_ends_what_was_being_moved_and_nothi
         running.append(request)
     bench.run()
     assert all(bench.outputs[r.request_id, 0] == expected(r, 0) for r in running if r.request_id not in lost)
+
+
+def test_a_result_that_is_not_of_the_oldest_step_in_flight_is_refused():
+    """Its tokens would be given to other requests."""
+    bench = Bench(depth=3)
+    request = make_request("r", [1] * 9, 12, ignore_eos=True)
+    bench.scheduler.add(request)
+    bench.step()
+    bench.step()
+    (_, first), (result, second) = bench.flights
+    with pytest.raises(EngineDeadError, match=f"step {second} has ended where {first} was due"):
+        bench.scheduler.commit(result, bench.now, second)
+    bench.run()
+    assert bench.outputs["r", 0] == expected(request, 0)
 
 
 def test_a_device_that_fails_to_take_edits_of_a_table_ends_its_sequence():

@@ -209,6 +209,40 @@ def test_who_waits_for_its_own_limits_lets_others_pass(limits):
     bench.run()
 
 
+@pytest.mark.parametrize(
+    ("limits", "rows", "most"),
+    [
+        (TenantLimits(guaranteed_blocks=40, max_running=1), 4, 0),
+        (TenantLimits(guaranteed_blocks=9), 4, 5),
+        (TenantLimits(guaranteed_blocks=40), 1, 5),
+        (TenantLimits(max_blocks=19), 4, 5),
+        (TenantLimits(guaranteed_blocks=19, max_blocks=19), 4, 5),
+    ],
+    ids=["max_running", "beyond its guarantee", "no row", "quota", "guaranteed quota"],
+)
+def test_a_long_prompt_that_waits_is_not_looked_at_in_every_step(limits, rows, most, monkeypatch):
+    """Not all its blocks, which its tenant's other sequence has too; and once that has ended, it begins at once."""
+    crowded = limits.guaranteed_blocks == 9
+    bench = bench_of({"a": limits}, frames=32 if crowded else 48, block_size=SIZE, max_num_seqs=rows, budget=64)
+    prefix, looks = [1, 2, 3, 4] * 8, []
+    bench.scheduler.add(make_request("runs", prefix, 18, ignore_eos=True, tenant="a"))
+    bench.scheduler.add(make_request("waits", prefix + [5] * 40, 4, ignore_eos=True, tenant="a", priority=1))
+    if crowded:
+        bench.scheduler.add(make_request("other", [9] * 60, 17, ignore_eos=True))
+    bench.step()
+    bench.step()
+    for name in ("count_active", "peek"):
+        real = getattr(bench.memory, name)
+        monkeypatch.setattr(bench.memory, name, lambda *args, real=real: (looks.append(args), real(*args))[1])
+    while ("runs", 0) not in bench.reasons:
+        bench.step()
+    assert len(looks) <= 2 * most
+    assert "waits" not in bench.first_step
+    ended = bench.steps
+    bench.run()
+    assert bench.first_step["waits"] == ended + 1
+
+
 def test_a_request_that_needs_much_is_not_passed_by_others_for_ever():
     bench = bench_of({"a": TenantLimits(), "b": TenantLimits()}, frames=12, block_size=SIZE, budget=32, caching=False)
     for i in range(3):
@@ -327,11 +361,15 @@ def test_a_quota_stays_above_what_a_larger_pool_would_guarantee():
 
 def test_pins_leave_what_is_guaranteed():
     bench = bench_of({"calm": TenantLimits(guaranteed_blocks=12)}, frames=20, block_size=SIZE, budget=64)
-    with pytest.raises(RequestTooLargeError, match=r"takes 9 KV blocks .* can count on 8 .* 12 of the pool's 20"):
+    with pytest.raises(
+        RequestTooLargeError, match=r"takes 9 KV blocks .* can count on 8 .* leave it 8 of the pool's 20"
+    ):
         bench.scheduler.add(make_request("pin", [1] * 36, 1, ignore_eos=True, pin="x"))
     bench.scheduler.add(make_request("pin", [1] * 24, 1, ignore_eos=True, pin="x"))
     bench.run_steps()
-    with pytest.raises(RequestTooLargeError, match=r"tenant 'default' can count on 2 .* of which pins hold 6"):
+    with pytest.raises(
+        RequestTooLargeError, match=r"tenant 'default' can count on 2 .* leave it 8 of .* its pins hold 6"
+    ):
         bench.scheduler.add(make_request("big", [2] * 10, 3))
     with pytest.raises(ConfigError, match=r"21 blocks would be guaranteed, .* of which pins hold 6"):
         bench.scheduler.set_tenant("calm", TenantLimits(guaranteed_blocks=15))

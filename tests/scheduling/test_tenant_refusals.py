@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 
 import pytest
 from scheduler_bench import Bench, expected, expected_of_search, make_request, make_search
 
 from pagemill.errors import (
     ConfigError,
+    InvalidRequestError,
     RequestTooLargeError,
     TooManyWaitingError,
     UnknownTenantError,
@@ -23,7 +26,7 @@ from scheduling.test_tenancy import SIZE, bench_of, load_of
         (
             TenantLimits(max_blocks=4),
             1,
-            r"takes 5 KV blocks .* can count on 4 \(its max_blocks is 4; 0 of the pool's 20",
+            r"takes 5 KV blocks .* can count on 4 \(its max_blocks is 4; others leave it 20 of the pool's 20",
         ),
         (TenantLimits(max_blocks_per_request=4), 1, r"takes 5 KV blocks .* max_blocks_per_request .* is 4"),
         (TenantLimits(max_blocks_per_request=7), 2, r"takes 8 KV blocks of 4 tokens with n=2"),
@@ -99,7 +102,7 @@ def test_a_session_grows_to_its_limit_and_no_further():
 
 def test_what_others_are_guaranteed_can_not_be_counted_on():
     bench = bench_of({"calm": TenantLimits(guaranteed_blocks="50%")}, frames=8, block_size=SIZE)
-    with pytest.raises(RequestTooLargeError, match=r"can count on 4 .*; 4 of the pool's 8 are guaranteed to others"):
+    with pytest.raises(RequestTooLargeError, match=r"can count on 4 .*; others leave it 4 of the pool's 8"):
         bench.scheduler.add(make_request("big", [1] * 10, 10))
     bench.scheduler.add(make_request("fits", [1] * 10, 7, ignore_eos=True))
     bench.run()
@@ -160,6 +163,29 @@ def test_where_none_may_wait_none_is_taken():
 def test_an_unknown_tenant_is_refused():
     with pytest.raises(UnknownTenantError, match=r"no tenant 'nobody'; known: default"):
         Bench().scheduler.add(make_request("r", [1], 1, tenant="nobody"))
+
+
+def test_a_tenant_is_told_nothing_of_another_but_what_is_left(caplog):
+    limits = {"other": TenantLimits(guaranteed_blocks=2), "own": TenantLimits()}
+    bench = bench_of(limits, frames=40, block_size=SIZE, budget=64)
+    bench.scheduler.add(make_request("secret pin", [1] * 44, 1, tenant="other", pin="secret"))
+    bench.run_steps()
+    bench.scheduler.add(make_request("secret", [2] * 30, 75, tenant="other", ignore_eos=True))
+    caplog.set_level(logging.INFO)
+    refused = [
+        (make_request("pin", [3] * 20, 1, tenant="own", pin="p"), "another request that was accepted would not fit"),
+        (make_request("pin", [3] * 48, 1, tenant="own", pin="p"), "12 of them new, and 9 more may be pinned"),
+        (make_request("large", [3] * 50, 90, tenant="own"), "the pool has 40, of which pins leave 29;"),
+    ]
+    for request, told in refused:
+        with pytest.raises(InvalidRequestError, match=told) as caught:
+            bench.scheduler.add(request)
+        assert not re.search(r"secret|other'|\b(11|26|27|105)\b", str(caught.value)), "pins, needs, lengths"
+    assert "pin 'p' of tenant 'own' is refused: the request 'secret' may grow to 105 tokens" in caplog.text
+    bench.scheduler.set_tenant("other", TenantLimits(guaranteed_blocks=13))
+    with pytest.raises(InvalidRequestError, match=r"can count on 27 .* others leave it 27 of the pool's 40") as caught:
+        bench.scheduler.add(make_request("large", [3] * 50, 62, tenant="own"))
+    assert not re.search(r"secret|other'|\b(11|13)\b", str(caught.value))
 
 
 def test_limits_that_an_accepted_request_needs_stay():

@@ -182,7 +182,10 @@ def test_one_session_too_many_is_refused_and_counts_those_in_their_first_turn():
     begun = store.begin("b", HERE, **OF)
     store.fork("a", HERE, "c")
     for more in (lambda: store.begin("d", HERE, **OF), lambda: store.fork("a", HERE, "d")):
-        with pytest.raises(errors.SessionLimitError, match="number 4, and max_sessions is 3; delete one"):
+        with pytest.raises(
+            errors.SessionLimitError,
+            match="one too many: max_sessions is 3, and tenant 'default' has 3 of them; delete one",
+        ):
             more()
     store.release(begun)
     turn(store, "d", [1])
@@ -203,7 +206,9 @@ def test_a_tenant_has_a_limit_of_its_own_beside_that_of_all():
     store.release(begun)
     turn(store, "b", [1], space=wild)
     store.set_limit("wild", TenantLimits())
-    with pytest.raises(errors.SessionLimitError, match="number 5, and max_sessions is 4"):
+    with pytest.raises(
+        errors.SessionLimitError, match="one too many: max_sessions is 4, and tenant 'wild' has 2 of them"
+    ):
         store.begin("c", wild, **OF)
 
 

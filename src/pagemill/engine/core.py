@@ -100,7 +100,7 @@ class EngineCore:
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
         self._publisher = Publisher(self.memory, self.tiers, config.max_num_batched_tokens) if publishes else None
-        self._loop = StepLoop(self.executor, self.scheduler, self._start_loads, self._note_step)
+        self._loop = StepLoop(self.executor, self.scheduler, self._save_evicted, self._start_loads, self._note_step)
         self._stalled_s = 0.0
         self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -192,13 +192,15 @@ class EngineCore:
         begun = time.monotonic()
         updates, self._ended = self._ended, []
         updates += self._loop.settle() + self._end_lost(set(), begun)
-        plan = self.scheduler.schedule(begun)
-        self._save_evicted()
+        with self._loop.losing_all():
+            plan = self.scheduler.schedule(begun)
+            if plan is not None:
+                updates += self._loop.run(plan, begun)
         if plan is None:
+            self._save_evicted()
             updates += self._loop.drain() if self._loop.in_flight else self._wait_for_loads(begun)
             return refused + self._outputs(updates)
         self._was_stuck = False
-        updates += self._loop.run(plan, begun)
         if self.config.check_invariants:
             self.memory.check()
         return refused + self._outputs(updates)
@@ -273,7 +275,7 @@ class EngineCore:
                 raise
             raise refusal from error
         now = time.monotonic()
-        self._ended += self._end_lost(set(lost), now) + self.scheduler.commit(StepResult(), now)
+        self._ended += self._end_lost(set(lost), now) + self.scheduler.commit(StepResult(), now, plan.step)
         self._gave_back = kv_memory == "used"
         return self._refresh()
 
@@ -419,8 +421,8 @@ class EngineCore:
     def _start_loads(self) -> None:
         """Begins loads into frames, after the device has copied out of these what was there before."""
         for load in self.scheduler.take_loads():
-            if self.tiers is not None:
-                self.tiers.transfers.load(load)
+            if self.tiers is not None and not self.tiers.load(load):
+                self.scheduler.finish_load(load.id, [False] * len(load.blocks), time.monotonic())
 
     def _end_loads(self) -> None:
         """Waits for all loads: those under way, and those that a plan has begun which came to nothing. No step is in

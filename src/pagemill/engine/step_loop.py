@@ -44,6 +44,7 @@ class StepLoop:
     never came, so it is void: it runs again once the first one's tokens are there, without the rows that have failed
     with that one.
 
+    save_evicted: copies evicted blocks out of their frames, before a plan is applied.
     start_loads: begins loads into frames, once the edits of a plan have been applied.
     note_step: is told of each step that is over, of the seconds that it took, and of those without planning: since its
         plan was begun, or made, but not from before the end of the step in front of it. So where steps overlap both are
@@ -54,11 +55,13 @@ class StepLoop:
         self,
         executor: Executor,
         scheduler: Scheduler,
+        save_evicted: Callable[[], None],
         start_loads: Callable[[], None],
         note_step: Callable[[StepPlan, float, float], None],
     ) -> None:
         self._executor = executor
         self._scheduler = scheduler
+        self._save_evicted = save_evicted
         self._start_loads = start_loads
         self._note_step = note_step
         self._ahead = int(executor.facts.overlaps)
@@ -76,7 +79,7 @@ class StepLoop:
     def drain(self) -> list[SequenceUpdate]:
         """Takes in all that is in flight. Raises as `run` does."""
         updates: list[SequenceUpdate] = []
-        with self._losing_all():
+        with self.losing_all():
             while self._flights:
                 updates += self._take_in()
         return updates
@@ -89,8 +92,9 @@ class StepLoop:
         """
         flight = SubmittedStep(plan, begun, time.monotonic())
         self._flights.append(flight)
-        with self._losing_all():
+        with self.losing_all():
             try:
+                self._save_evicted()
                 lost = self._executor.apply(plan)
                 self._start_loads()
             except EngineDeadError:
@@ -133,7 +137,7 @@ class StepLoop:
         """Commits the oldest step in flight."""
         updates = self._end_lost(set())
         flight = self._flights.popleft()
-        updates += self._scheduler.commit(result, time.monotonic())
+        updates += self._scheduler.commit(result, time.monotonic(), flight.plan.step)
         if result.failed:
             updates += self._end_lost(faults.unread_frames(self._executor, flight.plan, result))
         self._note_end(flight)
@@ -194,15 +198,14 @@ class StepLoop:
         return ended
 
     @contextlib.contextmanager
-    def _losing_all(self) -> Iterator[None]:
-        """Loses all steps in flight with what is more than a fault of one of them."""
+    def losing_all(self) -> Iterator[None]:
+        """Loses all plans in flight, those that nobody has begun too, with what is more than a fault of one of them."""
         try:
             yield
         except BaseException as error:
-            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
-                self._forget_results()
-                while self._flights:
-                    self._lose(error)
+            self._forget_results()
+            self._flights.clear()
+            self._scheduler.lose_all(faults.step_failure(error), time.monotonic())
             raise
 
     def _forget_results(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineRequest, Peering
 from pagemill.engine.peering import PeerLink, ServedBlocks, peer_store
-from pagemill.errors import ConfigError, KVMemoryError, KVStoreError
+from pagemill.errors import ConfigError, EngineDeadError, KVMemoryError, KVStoreError
 from pagemill.executor.interface import Executor, ExecutorFacts
 from pagemill.hub.private_files import make_folder
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
@@ -29,7 +29,7 @@ from pagemill.kvcache.transfers import Transfers, TransferStats
 from pagemill.machine import num_gpus, usable_cores
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager, Residency
-from pagemill.memory.work import Save
+from pagemill.memory.work import Load, Save
 from pagemill.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -270,6 +270,18 @@ class Tiers:
         if saves:
             self._guarantee()
             self.transfers.save(saves)
+
+    def load(self, load: Load) -> bool:
+        """Begins a load. Returns False, with a warning, where that fails: then its blocks do not come."""
+        try:
+            self.transfers.load(load)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            logger.warning("a load of %d KV blocks could not be begun, which are computed: %s", len(load.blocks), what)
+            return False
+        return True
 
     def keep(self, saves: Sequence[Save]) -> None:
         """Keeps these blocks, and those in tiers that end with the process, where blocks outlive it."""

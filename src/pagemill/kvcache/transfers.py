@@ -79,12 +79,31 @@ def piece_of(blocks: int, record_bytes: int, threads: int) -> int:
     return max(least, -(-blocks // (threads * rounds)))
 
 
+def started(threads: int, name: str) -> ThreadPoolExecutor:
+    """Returns an executor whose threads have all started: where one could not, what was submitted would stay in the
+    queue, and write to frames that are others' by then. Raises KVStoreError where the system starts no more."""
+    executor, may_go_on = ThreadPoolExecutor(threads, name), threading.Event()
+    try:
+        for _ in range(threads):
+            executor.submit(may_go_on.wait)
+    except RuntimeError as error:
+        raise KVStoreError(
+            f"{1 + 2 * THREADS} threads move KV blocks to and from tiers, and the system starts no more for this "
+            f"process: {error}; raise its limit of threads (ulimit -u, or the container's pids limit), or leave out "
+            f"kv_host_memory and kv_disk_memory"
+        ) from error
+    finally:
+        may_go_on.set()
+    return executor
+
+
 class Transfers:
     """Saves and loads blocks. Its methods belong to one thread, the engine's.
 
     load_times: by source (`OffloadTiers.where`); a load counts for the lowest one that a block of it came from.
     block_s: seconds in which a block is computed, which bound how long others' are waited for; 0: not known.
     backlog_bytes: the most that may be copied out and not yet stored; beyond it, blocks are dropped instead of saved.
+    Raises KVStoreError where its threads cannot be started.
     """
 
     def __init__(self, frames: FrameAccess, tiers: OffloadTiers, backlog_bytes: int = 256 << 20) -> None:
@@ -92,9 +111,9 @@ class Transfers:
         self._tiers = tiers
         self._batch = max(1, BATCH_BYTES // tiers.record_bytes)
         self._most_waiting = max(1, backlog_bytes // tiers.record_bytes)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
-        self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-load")
-        self._fetchers = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-fetch")
+        self._writer = started(1, "kv-save")
+        self._readers = started(THREADS, "kv-load")
+        self._fetchers = started(THREADS, "kv-fetch")
         """Read what may come from other engines, so that a slow one holds up no tier."""
         self._lock = threading.Lock()
         self._waiting = 0
@@ -118,13 +137,14 @@ class Transfers:
     def save(self, saves: Sequence[Save], keep: bool = False) -> None:
         """Copies blocks out of their frames now and stores them later. What is stored already counts as used.
 
+        Those for which there is no memory, or no thread, are dropped.
+
         keep: stores them where they outlive the process, and all of them, however long that takes.
         """
         try:
             here = self._tiers.holds([save.name[:2] for save in saves], lasting=keep)
-        except KVStoreError as error:
-            logger.warning("%s", error)
-            self._count(blocks_dropped=len(saves))
+        except (KVStoreError, MemoryError, RuntimeError) as error:
+            self._drop(saves, error)
             return
         if any(here):
             self._writer.submit(self._tiers.use, [save.name[:2] for save in compress(saves, here)][::-1])
@@ -136,15 +156,25 @@ class Transfers:
             part = saves[first : first + self._batch]
             if keep and self._waiting + len(part) > self._most_waiting:
                 self.flush()
-            records, whole, wait = self._frames.begin_read([save.frame for save in part])
-            if lost := whole.count(False):
-                self._count(blocks_dropped=lost)
-                wait()
-                part, records = [save for save, read in zip(part, whole, strict=True) if read], records[whole]
-            self._tiers.announce([save.name for save in part], list(records), wait)
-            with self._lock:
-                self._waiting += len(part)
-            self._writer.submit(self._store, part, records, wait, keep)
+            try:
+                self._save(part, keep)
+            except (MemoryError, RuntimeError) as error:
+                self._drop(part, error)
+
+    def _save(self, saves: Sequence[Save], keep: bool) -> None:
+        records, whole, wait = self._frames.begin_read([save.frame for save in saves])
+        if lost := whole.count(False):
+            self._count(blocks_dropped=lost)
+            wait()
+            saves, records = [save for save, read in zip(saves, whole, strict=True) if read], records[whole]
+        self._tiers.announce([save.name for save in saves], list(records), wait)
+        with self._lock:
+            self._waiting += len(saves)
+        self._writer.submit(self._store, saves, records, wait, keep)
+
+    def _drop(self, saves: Sequence[Save], error: Exception) -> None:
+        logger.warning("%d KV blocks are dropped instead of saved: %s", len(saves), error)
+        self._count(blocks_dropped=len(saves))
 
     def _store(self, saves: Sequence[Save], records: NDArray[np.uint8], wait: Callable[[], None], keep: bool) -> None:
         stored = 0
@@ -191,10 +221,7 @@ class Transfers:
         return bool(self._loads)
 
     def load(self, load: Load) -> None:
-        """Begins to bring blocks up; `finished` tells when it is over."""
-        if not self._loads:
-            self._loading_since = time.monotonic()
-            self._frames.begin_writes()
+        """Begins to bring blocks up; `finished` tells when it is over. Where it raises, nothing has begun."""
         before = self._frames.mark()
         deadline_s = time.monotonic() + PATIENCE_S + 2 * len(load.blocks) * (self.block_s or UNMEASURED_BLOCK_S)
         record_bytes = self._tiers.record_bytes
@@ -203,12 +230,19 @@ class Transfers:
         else:
             count = piece_of(len(load.blocks), record_bytes, THREADS)
         starts = range(0, len(load.blocks), count)
+        if not self._loads:
+            self._loading_since = time.monotonic()
+            self._frames.begin_writes()
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
             end = first + count
             blocks = load.blocks[first:end]
             threads = self._fetchers if self._tiers.are_remote(blocks) else self._readers
-            threads.submit(self._fetch, load.id, piece, blocks, load.frames[first:end], before, deadline_s)
+            try:
+                threads.submit(self._fetch, load.id, piece, blocks, load.frames[first:end], before, deadline_s)
+            except RuntimeError as error:
+                logger.warning("%d KV blocks are not loaded: %s", len(blocks), error)
+                self._done.put((load.id, piece, Piece([None] * len(blocks), now := time.monotonic(), now)))
 
     def _fetch(
         self,

@@ -102,12 +102,12 @@ class Pins:
         ]
         pinned, quota = self._blocks[space.tenant], memory.tenants[space.tenant].max_blocks
         more = len(set(blocks) - pinned.keys())
-        frames, limit = self.num_frames + more, self.pinnable
-        if frames > limit:
+        limit = self.pinnable
+        if more > (left := max(0, limit - self.num_frames)):
             raise PinLimitError(
-                f"pin {name!r} takes {len(blocks)} KV blocks; with it {frames} would be pinned, over max_pinned_share "
-                f"({self.share:g}) of the pool, {limit} of {memory.num_frames}; unpin something, raise it, or raise "
-                f"kv_memory",
+                f"pin {name!r} takes {len(blocks)} KV blocks, {more} of them new, and {left} more may be pinned: "
+                f"max_pinned_share ({self.share:g}) of the pool is {limit} of {memory.num_frames}; unpin something, "
+                f"raise it, or raise kv_memory",
                 param="prompt",
             )
         if len(pinned) + more > (own := int(self.share * min(quota, memory.num_frames))):

@@ -11,11 +11,12 @@ from pagemill.memory.manager import MemoryManager, Opened
 from pagemill.scheduling import preemption
 from pagemill.scheduling.forecast import Floats, Forecast, Growing, surely_fits
 from pagemill.scheduling.sequence import Sequence
-from pagemill.scheduling.state import Refused, SchedulerState, StepDraft
+from pagemill.scheduling.state import Refused, SchedulerState, Shared, StepDraft
 from pagemill.scheduling.tenancy import TenantState
 
 LOOK_AGAIN = 4
-"""Steps after which a sequence that had no room is looked at again, though nothing has come free."""
+"""Steps after which all blocks of a waiting sequence are looked at again, though nothing has come free: in every step
+that would cost more than the step's other sequences."""
 
 
 class Limit(Enum):
@@ -51,17 +52,18 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
         state.crowded = False
     for tenant in state.waiting.turns():
         while draft.budget > 0 and tenant not in passed and (sequence := state.waiting.first(tenant)) is not None:
-            guaranteed = _is_guaranteed(state, sequence, tenant)
             if not tenant.may_run(sequence.num_rows):
                 limited.append(tenant)
                 break
             beyond_part = lacks_rows and tenant.rows + sequence.num_rows > state.tenants.row_part
             full = state.crowded or len(state.running) >= state.controller.max_running
-            if full and (not guaranteed or beyond_part):
+            guaranteed = not (full and beyond_part) and _is_guaranteed(state, sequence, tenant)
+            if full and not guaranteed:
                 break
-            if not guaranteed and _lacks_room_still(state, sequence, tenant):
-                state.crowded = True
-                lacks_rows = lacks_rows or state.batch.num_free < sequence.num_rows
+            if (refused := _refused_still(state, sequence, tenant, guaranteed)) is not None:
+                if refused.of_quota:
+                    limited.append(tenant)
+                state.crowded = state.crowded or not refused.of_quota
                 break
             if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):
                 state.waiting.pop(tenant)
@@ -78,9 +80,9 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             state.crowded = state.crowded or limit is Limit.POOL
             if state.batch.num_free < sequence.num_rows:
                 lacks_rows = True
-            elif limit is Limit.POOL and not state.put_off:
-                again = state.batch.steps + LOOK_AGAIN
-                state.refused = Refused(sequence, again, state.memory.available(tenant.account))
+            elif not state.put_off:
+                of_quota, again = limit is Limit.QUOTA, state.batch.steps + LOOK_AGAIN
+                state.refused[tenant] = Refused(sequence, again, _room(state, tenant, of_quota), of_quota, guaranteed)
             break
     if limited:
         state.waiting.level(limited)
@@ -135,15 +137,22 @@ def _make_room(
     return True
 
 
-def _lacks_room_still(state: SchedulerState, sequence: Sequence, tenant: TenantState) -> bool:
-    """Returns whether a sequence found no room a few steps ago, and nothing has come free since.
+def _refused_still(state: SchedulerState, sequence: Sequence, tenant: TenantState, guaranteed: bool) -> Refused | None:
+    """Returns how a sequence for which there are rows was refused a few steps ago, if nothing has come free since, and
+    nobody can be preempted for what is guaranteed to it."""
+    refused, batch = state.refused.get(tenant), state.batch
+    if refused is None or refused.sequence is not sequence or not state.running or batch.steps >= refused.again:
+        return None
+    if batch.num_free < sequence.num_rows or guaranteed > refused.guaranteed:
+        return None
+    if guaranteed and preemption.borrower(state.running, tenant.account) is not None:
+        return None
+    return refused if _room(state, tenant, refused.of_quota) <= refused.room else None
 
-    To look at all of its blocks in every step would cost more than the step's other sequences.
-    """
-    refused = state.refused
-    if refused is None or refused.sequence is not sequence or not state.running:
-        return False
-    return state.batch.steps < refused.again and state.memory.available(tenant.account) <= refused.available
+
+def _room(state: SchedulerState, tenant: TenantState, of_quota: bool) -> int:
+    """Returns how many blocks a tenant can have within its quota, or of the pool."""
+    return tenant.account.room if of_quota else state.memory.available(tenant.account)
 
 
 def _open(
@@ -346,5 +355,11 @@ def _is_guaranteed(state: SchedulerState, sequence: Sequence, tenant: TenantStat
     if not tenant.account.kept_blocks:
         return False
     state.name_blocks(sequence)
-    shared = state.memory.count_active(sequence.digests, sequence.request.root)
-    return tenant.has_right_to(frames_wanted(state, sequence)[0] - shared)
+    wanted, memory, steps = frames_wanted(state, sequence)[0], state.memory, state.batch.steps
+    if not tenant.has_right_to(wanted - len(sequence.digests) * len(memory.windows)):
+        return False
+    shared = state.shared.get(tenant)
+    if shared is None or shared.sequence is not sequence or steps >= shared.again:
+        active = memory.count_active(sequence.digests, sequence.request.root)
+        shared = state.shared[tenant] = Shared(sequence, steps + LOOK_AGAIN, active)
+    return tenant.has_right_to(wanted - shared.blocks)

@@ -38,7 +38,7 @@ class ScheduledStep(NamedTuple):
     behind which nothing is sampled.
     """
 
-    step: int
+    plan: StepPlan
     entries: list[Entry]
     samples: list[tuple[int, int]]
     computed: list[int]
@@ -168,13 +168,10 @@ class Batch:
                 query_lens.append(count)
                 generates.append(True)
         self.steps += 1
-        self.flights.append(
-            ScheduledStep(self.steps, entries, list(zip(sample_from, sample_index, strict=True)), computed)
-        )
         freed, self._freed = self._freed, []
         chosen = list(self._chosen.values())
         self._chosen.clear()
-        return StepPlan(
+        plan = StepPlan(
             step=self.steps,
             work=self._memory.drain(self.steps),
             rows=np.fromiter(rows, np.int32, len(rows)),
@@ -196,6 +193,8 @@ class Batch:
             branched=bool(branches),
             catch_up=catch_up,
         )
+        self.flights.append(ScheduledStep(plan, entries, list(zip(sample_from, sample_index, strict=True)), computed))
+        return plan
 
 
 def _marked(places: list[int], count: int) -> NDArray[np.bool_]:

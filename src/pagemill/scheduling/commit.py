@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagemill.draft_counts import DraftCounts, Drafted
-from pagemill.errors import NonFiniteLogitsError
+from pagemill.errors import EngineDeadError, NonFiniteLogitsError
 from pagemill.scheduling import branches, forks, speculation
 from pagemill.scheduling.batch import Entry
 from pagemill.scheduling.branches import Tree
@@ -28,11 +28,14 @@ class Commits:
         self._draft_work = NO_WORK
         self._accepted = 0
 
-    def take_in(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Takes in the oldest step in flight. Returns what to tell of its sequences."""
+    def take_in(self, result: StepResult, now: float, step: int | None) -> list[SequenceUpdate]:
+        """Takes in the oldest step in flight. Returns what to tell of its sequences. Raises as `Scheduler.commit`."""
         state = self._state
+        due = state.batch.flights[0].plan.step
+        if step not in (None, due):
+            raise EngineDeadError(f"step {step} has ended where {due} was due: a bug; please report it, and ask again")
         flight = state.batch.flights.popleft()
-        self._memory.retire(flight.step)
+        self._memory.retire(due)
         self._draft_work = result.draft_work
         updates: list[SequenceUpdate] = []
         entries, failed, finished = flight.entries, result.failed, Status.FINISHED

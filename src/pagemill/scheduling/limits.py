@@ -5,6 +5,7 @@ Invariant: every request that has been accepted can run to its end alone, beside
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right
 
 from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
@@ -14,6 +15,8 @@ from pagemill.scheduling.sequence import Pinning, Request, Sequence
 from pagemill.scheduling.state import SchedulerState
 from pagemill.scheduling.tenancy import Live
 from pagemill.tenant_limits import TenantLimits
+
+logger = logging.getLogger(__name__)
 
 
 def accept(state: SchedulerState, sequence: Sequence) -> None:
@@ -66,10 +69,11 @@ def least_frames(state: SchedulerState) -> int:
 def check_size(state: SchedulerState, num_frames: int) -> None:
     """Raises KVMemoryError if with so many frames in the pool a request could not run to its end any more, or a
     tenant's guarantee not be kept."""
-    refusal = state.tenants.refusal(num_frames, _live(state))
-    if refusal is not None:
+    refused = state.tenants.refusal(num_frames, _live(state))
+    if refused is not None:
         raise KVMemoryError(
-            f"the KV pool cannot have {num_frames} blocks now: {refusal}, or ask for another size", param="kv_memory"
+            f"the KV pool cannot have {num_frames} blocks now: {refused.reason}, or ask for another size",
+            param="kv_memory",
         )
 
 
@@ -111,7 +115,13 @@ def _reserve_pin(state: SchedulerState, request: Request, pin: Pinning) -> None:
     extend_chain(digests, request.root, request.prompt_token_ids, state.memory.block_size)
     most = state.tenants.max_pinned(request.tenant, state.pins.pinnable)
     state.pins.reserve(request.request_id, pin.name, pin.space, digests, pin.expires_s, most)
-    refusal = state.tenants.refusal(state.memory.num_frames, _live(state))
-    if refusal is not None:
-        state.pins.drop(request.request_id)
-        raise PinLimitError(f"pin {pin.name!r} leaves too little: {refusal}", param="prompt")
+    refused = state.tenants.refusal(state.memory.num_frames, _live(state))
+    if refused is None:
+        return
+    state.pins.drop(request.request_id)
+    reason = refused.reason
+    if refused.request is None or refused.request.tenant != request.tenant:
+        logger.info("pin %r of tenant %r is refused: %s", pin.name, request.tenant, reason)
+        what = "what others are guaranteed" if refused.request is None else "another request that was accepted"
+        reason = f"{what} would not fit beside its {len(digests)} blocks; pin less, or try again later"
+    raise PinLimitError(f"pin {pin.name!r} leaves too little: {reason}", param="prompt")

@@ -24,6 +24,10 @@ that same number if nothing is to be loaded.
 """
 
 
+MOST_MISSED = 1024
+"""The most blocks that are remembered since they did not arrive; one that is forgotten is loaded in vain once more."""
+
+
 class Begun(NamedTuple):
     """A load, and the digests of the chain's blocks that will be there when it is over."""
 
@@ -52,8 +56,8 @@ class Loading:
         self._loads: dict[int, ActiveLoad] = {}
         self._begun: list[Load] = []
         self.lost: set[int] = set()
-        self._missed: set[bytes] = set()
-        """Blocks that did not arrive: who asks for one next computes it."""
+        self._missed: dict[bytes, None] = {}
+        """The last blocks that did not arrive: who asks for one next computes it."""
         self._ids = count()
         self.swapped_in_tokens = 0
         """Tokens that have arrived for preempted sequences."""
@@ -92,7 +96,7 @@ class Loading:
             return None
         digests = sequence.digests[:last]
         if self._missed and (missed := next((digest for digest in digests[found:] if digest in self._missed), None)):
-            self._missed.remove(missed)
+            del self._missed[missed]
             digests = digests[: digests.index(missed)]
         reach = self._stored(digests, found, sequence.was_preempted)
         if reach == found:
@@ -139,7 +143,9 @@ class Loading:
         gap = 0 if lost else [*arrived, False].index(False)
         self.lost.discard(load)
         blocks = missing[gap].entry if gap < len(missing) else len(digests)
-        self._missed.update(digests[blocks : blocks + 1])
+        self._missed |= dict.fromkeys(digests[blocks : blocks + 1])
+        if len(self._missed) > MOST_MISSED:  # of requests that have ended meanwhile, which never ask
+            del self._missed[next(iter(self._missed))]
         if lost:
             blocks = 0
         if swaps_in:

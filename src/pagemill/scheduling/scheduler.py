@@ -252,10 +252,15 @@ class Scheduler:
         or tables it changes, and what `lose` ends with the frames that it copies to. What it does not name goes on.
         """
         updates = self.lose(set(plan.work.copy_target.tolist()), error, now)
-        updates += self.commit(StepResult.failure(plan, error), now)
+        updates += self.commit(StepResult.failure(plan, error), now, plan.step)
         changed = {*plan.work.edit_row.tolist(), *(chosen.row for chosen in plan.chosen_tokens)}
         losers = [one for one in self.state.running if one.row in changed]
         return updates + [update for one in losers for update in self._commits.fail(one, error, now)]
+
+    def lose_all(self, error: Exception, now: float) -> None:
+        """Loses all plans in flight, as `lose_plan` does, the oldest first."""
+        while self.state.batch.flights:
+            self.lose_plan(self.state.batch.flights[0].plan, error, now)
 
     def give_up(self, error: Exception, now: float) -> list[SequenceUpdate]:
         """Ends the request whose turn it is, behind which others may wait; all, if it is nobody's.
@@ -292,7 +297,7 @@ class Scheduler:
         self.check_size(num_frames)
         while self.memory.resize(num_frames) is not None:
             preemption.preempt(self.state, preemption.borrower(running) or running[-1], now)
-        self.state.refused = None
+        self.state.look_again()
         self.tenants.resized()
 
     # Steps
@@ -398,6 +403,10 @@ class Scheduler:
             else:
                 draft.add(sequence, count)
 
-    def commit(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Takes in the oldest step in flight: publishes its blocks, appends its tokens, ends what has ended."""
-        return self._commits.take_in(result, now)
+    def commit(self, result: StepResult, now: float, step: int | None = None) -> list[SequenceUpdate]:
+        """Takes in the oldest step in flight: publishes its blocks, appends its tokens, ends what has ended.
+
+        step: the number of the plan whose result it is; None where only one can be in flight. Raises EngineDeadError,
+        and changes nothing, if another is due.
+        """
+        return self._commits.take_in(result, now, step)

@@ -16,17 +16,27 @@ from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.forecast import AnswerLengths
 from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.sequence import Sequence, Status, by_precedence
-from pagemill.scheduling.tenancy import Tenancy
+from pagemill.scheduling.tenancy import Tenancy, TenantState
 from pagemill.scheduling.waiting import PendingPrefixes, WaitingQueue
 
 
 class Refused(NamedTuple):
-    """A sequence that found no room; the step from which on to look again, and the frames that its tenant could have
-    had. More of these are worth an earlier look."""
+    """A sequence that found no room; the step from which on to look again, and the blocks that its tenant could have
+    had, of the pool or within its quota. More of these are worth an earlier look, or that it is guaranteed them now."""
 
     sequence: Sequence
     again: int
-    available: int
+    room: int
+    of_quota: bool
+    guaranteed: bool
+
+
+class Shared(NamedTuple):
+    """How many of a waiting sequence's blocks were active, and the step from which on to count again."""
+
+    sequence: Sequence
+    again: int
+    blocks: int
 
 
 @dataclass(eq=False, repr=False)
@@ -43,7 +53,8 @@ class SchedulerState:
     swap_blocks: how many blocks of preempted sequences host memory has room for, to come back from there.
     lengths:  how long answers became, by which admission foresees what running sequences will hold; None: it does not.
     crowded:  whether the last sequence that could have begun found no room.
-    refused:  the last sequence that found no room, or for which none was foreseen; None once another has stopped.
+    refused:  by tenant, the last sequence that found no room, or for which none was foreseen; none once another has
+              stopped. shared: by tenant, what its first waiting sequence has in common with others, until then too.
     put_off:  whether the last plan put something off until no step is in flight: blocks are to be moved or taken away.
     settle:   called before the lengths of all running sequences are read: in simulations some may lag behind.
     """
@@ -63,7 +74,8 @@ class SchedulerState:
     swap_blocks: int = 0
     lengths: AnswerLengths | None = None
     crowded: bool = False
-    refused: Refused | None = None
+    refused: dict[TenantState, Refused] = field(default_factory=dict)
+    shared: dict[TenantState, Shared] = field(default_factory=dict)
     put_off: bool = False
     settle: Callable[[], None] = lambda: None
 
@@ -111,13 +123,18 @@ class SchedulerState:
         branches.end(self.memory, self.batch, sequence, None, now)
         sequence.residency = self.memory.residency(sequence.table)
         self.memory.close(sequence.table, now)
-        self.refused = None
+        self.look_again()
         self.resume(self.pending.drop(sequence))
         self.running.remove(sequence)
         tenant = self.tenants[sequence.request.tenant]
         tenant.running -= 1
         tenant.rows -= self.batch.unseat(sequence)
         sequence.table = sequence.drafting = None
+
+    def look_again(self) -> None:
+        """Forgets what waiting sequences have found, since blocks have come free."""
+        self.refused.clear()
+        self.shared.clear()
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Ends a sequence, and with its last one the request."""

@@ -9,6 +9,7 @@ import collections.abc as abc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagemill.errors import (
     ConfigError,
@@ -79,6 +80,14 @@ Live = abc.Sequence[tuple[Request, int, int]]
 rows that it needs to begin, or to begin again."""
 
 
+class Refusal(NamedTuple):
+    """Says why a pool could not keep limits, and the way out, to who sets them; and which accepted request could no
+    longer run, if that is why."""
+
+    reason: str
+    request: Request | None = None
+
+
 class Tenancy:
     """The tenants of one scheduler. One named "default" is always there."""
 
@@ -106,9 +115,9 @@ class Tenancy:
         that were accepted could no longer run.
         """
         frames = self._memory.num_frames
-        reason = self.refusal(frames, live, {name: limits})
-        if reason is not None:
-            raise ConfigError(f"tenant {name!r}: {reason}", param="tenants")
+        refused = self.refusal(frames, live, {name: limits})
+        if refused is not None:
+            raise ConfigError(f"tenant {name!r}: {refused.reason}", param="tenants")
         self._memory.set_quotas({name: _quota(limits, frames)})
         self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
         state = self._states.get(name)
@@ -125,8 +134,10 @@ class Tenancy:
             if name in self._states:
                 self._states[name].account.part_blocks = part
 
-    def refusal(self, num_frames: int, live: Live, changed: abc.Mapping[str, TenantLimits] | None = None) -> str | None:
-        """Returns why a pool of `num_frames` could not keep the limits beside `live`, and the way out; None if it can.
+    def refusal(
+        self, num_frames: int, live: Live, changed: abc.Mapping[str, TenantLimits] | None = None
+    ) -> Refusal | None:
+        """Returns why a pool of `num_frames` could not keep the limits beside `live`; None if it can.
 
         changed: limits that take the place of present ones.
         """
@@ -135,23 +146,25 @@ class Tenancy:
         pinned = {name: self._pins.held(name) for name in quotas}
         reason = refusal(quotas, num_frames, pinned)
         if reason is not None:
-            return reason
+            return Refusal(reason)
         total = promised(quotas, pinned)
         for request, need, rows in live:
             most_rows = self._rows(limits[request.tenant])
             if rows > most_rows:
-                return (
+                return Refusal(
                     f"the request {request.request_id!r} needs {rows} sequences to run at once, and max_running of its "
-                    f"tenant {request.tenant!r} would be {most_rows}; wait for its end, or allow so many"
+                    f"tenant {request.tenant!r} would be {most_rows}; wait for its end, or allow so many",
+                    request,
                 )
             own = {request.tenant: quotas[request.tenant]}
             left = num_frames - total + promised(own, pinned)
             limit = min(quotas[request.tenant].most, left) - pinned[request.tenant]
             if need > limit:
-                return (
+                return Refusal(
                     f"the request {request.request_id!r} may grow to {request.max_len} tokens, which takes {need} "
-                    f"blocks, and its tenant {request.tenant!r} could count on {limit}{self._pinned}; wait "
-                    f"for its end, or leave it enough"
+                    f"blocks, and its tenant {request.tenant!r} could count on {limit} beside "
+                    f"{pinned[request.tenant]} pinned; wait for its end, or leave it enough",
+                    request,
                 )
         return None
 
@@ -187,19 +200,20 @@ class Tenancy:
         if not request.params.max_tokens:
             param, shorter = "prompt", "shorten the prompt"
         beside = f"{grows} {need - pinned} KV blocks of {size} tokens" + (f" beside {pinned} pinned" if pinned else "")
-        if need - pinned > frames - self._pins.num_frames:
+        if need - pinned > (left := frames - self._pins.num_frames):
             raise PoolTooSmallError(
-                f"{beside}, but the pool has {frames}{self._pinned}; {shorter}, or "
-                f"give the pool more memory (kv_memory)",
+                f"{beside}, but the pool has {frames}, of which pins leave {left}; {shorter}, or give the pool more "
+                f"memory (kv_memory)",
                 param=param,
                 blocks=need - pinned,
             )
         countable = self._countable(state)
         if need - pinned > countable:
             quota = "no max_blocks" if limits.max_blocks is None else f"its max_blocks is {limits.max_blocks}"
+            left = frames - self._promised_beside(state)
             raise TenantShareTooSmallError(
-                f"{beside}, but tenant {name!r} can count on {countable} ({quota}; {self._promised_beside(state)} of "
-                f"the pool's {frames} are guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
+                f"{beside}, but tenant {name!r} can count on {countable} ({quota}; others leave it {left} of the "
+                f"pool's {frames}, and its pins hold {self._pins.held(name)}); {shorter}, or raise the tenant's limit",
                 param=param,
                 blocks=need - pinned,
             )
@@ -297,11 +311,6 @@ class Tenancy:
         apart = 0 if request.beam is not None else request.params.n - 1
         shared = self._memory.windows.count(None) * (len(request.prompt_token_ids) // self._memory.block_size)
         return need + apart * (need - shared)
-
-    @property
-    def _pinned(self) -> str:
-        """Returns how many blocks pins hold, for messages."""
-        return f", of which pins hold {self._pins.num_frames}" if self._pins.num_frames else ""
 
     def _promised_beside(self, state: TenantState) -> int:
         """Returns how many blocks are out of a tenant's reach: what others are guaranteed, or have pinned."""

@@ -349,19 +349,18 @@ class SessionStore:
         of_tenant, pattern = self._limits.get(space.tenant), f"{RESPONSE}*"
         query = "COUNT(*), COUNT(*) FILTER (WHERE tenant = ?), COUNT(*) FILTER (WHERE tenant = ? AND name GLOB ?)"
         ((kept, own, responses),) = self._rows(f"SELECT {query} FROM sessions", (space.tenant, space.tenant, pattern))
-        too_many = 0
-        for limit, count, whose in (
-            (self._max_sessions, kept + len(begun), ""),
-            (of_tenant, own + begun.count(space.tenant), f" of tenant {space.tenant!r}"),
-        ):
+        too_many, own = 0, own + begun.count(space.tenant)
+        of_all = f"one too many: max_sessions is {self._max_sessions}, and tenant {space.tenant!r} has {own} of them"
+        of_own = f"number {own + 1}, and max_sessions of tenant {space.tenant!r} is {of_tenant}"
+        for limit, count, over in ((self._max_sessions, kept + len(begun), of_all), (of_tenant, own, of_own)):
             excess = 0 if limit is None else count + 1 - limit
             too_many = max(too_many, excess)
             if excess > responses:
                 what, param = ("response", "store") if is_response(name) else ("session", "session_id")
                 way_out = ", or set store to false" if is_response(name) else ""
                 raise errors.SessionLimitError(
-                    f"{what} {name!r} would be number {count + 1}, and max_sessions{whose} is {limit}; delete one, "
-                    f"raise max_sessions, or let idle ones go (session_timeout_s){way_out}",
+                    f"{what} {name!r} would be {over}; delete one, raise max_sessions, or let idle ones go "
+                    f"(session_timeout_s){way_out}",
                     param=param,
                 )
         if too_many and evict:
