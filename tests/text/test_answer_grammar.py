@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools: what each family would write is accepted, and nothing else."""
+"""Grammars of answers that have a form or call tools: what each family would write is accepted, and nothing else."""
 
 import json
 import re
@@ -7,8 +7,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from pagemill.errors import InvalidRequestError
+from pagemill.sampling.structured import StructuredOutputsParams
 from pagemill.text.answer.formats import REASONING, TOOL_CALLS, ToolCallFormat
-from pagemill.text.answer.grammar import grammar_of_call, grammar_of_text_and_calls
+from pagemill.text.answer.grammar import grammar_of_call, grammar_of_form, grammar_of_text_and_calls
 from pagemill.text.answer.reader import AnswerReader
 from pagemill.text.tokenizer import Tokenizer
 
@@ -58,7 +59,28 @@ def test_reasoning_goes_before_a_call(accepts):
     grammar = grammar_of_call(TOOL_CALLS["hermes"], FUNCTIONS, plain, REASONING["qwen3"])
     call = call_of(TOOL_CALLS["hermes"])
     assert accepts(grammar, f"Hm, <tool_call>?\n</think>{call}")
+    assert accepts(grammar, f"Hm.\n</think>\n\n{call}")
     assert not accepts(grammar, call)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_reasoning_goes_before_a_form(accepts, special):
+    def words(text):
+        ids = {"<think>": 1, "</think>": 2} if special else {}
+        return [(text, ids.get(text))]
+
+    begin, end = ("<|im_start|>", "<|im_end|>") if special else ("<think>", "</think>")
+    asked = StructuredOutputsParams(json={"const": {"a": 1}})
+    begun = grammar_of_form(asked, words, REASONING["qwen3"], has_begun=True)
+    for right in (f'Hm, {{"a": 2}}.\n{end}{{"a": 1}}', f'{end}\n\n{{"a": 1}}'):
+        assert accepts(begun, right)
+    for wrong in ('{"a": 1}', f"Hm.{end}", f'Hm.{end}{{"a": 2}}', f'Hm.{end}{{"a": 1}}.'):
+        assert not accepts(begun, wrong)
+    free = grammar_of_form(asked, words, REASONING["qwen3"], has_begun=False)
+    for right in ('{"a": 1}', f'{begin}\nHm.{end}\n\n{{"a": 1}}'):
+        assert accepts(free, right)
+    for wrong in (f'Hm.{end}{{"a": 1}}', f"{begin}Hm."):
+        assert not accepts(free, wrong)
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name != "llama3_json"])

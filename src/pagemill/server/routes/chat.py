@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pagemill.errors import InvalidRequestError, shown
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestOutput
+from pagemill.frontend.rates import Charge
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
@@ -62,19 +65,30 @@ class ChatCall(Call[ChatCompletionRequest]):
                     param="skip_special_tokens",
                 )
             params.skip_special_tokens = False
-        functions = self.request.held_to_schemas
-        if isinstance(params, SamplingParams) and functions is not None:
-            template = {**self._options, "tools": self._tools, "add_generation_prompt": True}
-            template["continue_final_message"] = False
-            grammar = self._answers.grammar(functions, forced=self.request.forces_a_call, template=template)
-            if len(grammar) > MAX_CHARACTERS:
-                raise InvalidRequestError(
-                    f"the tools' schemas make a grammar of {len(grammar)} characters, over {MAX_CHARACTERS}; make them "
-                    f"shorter, or leave strict out and set tool_choice to 'auto'",
-                    param="tools",
-                )
-            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
         return params
+
+    def _hold(self, params: SamplingParams, prompt: str) -> None:
+        """Holds the answer to a prompt to the form and the schemas that are asked for."""
+        request, asked = self.request, params.structured_outputs
+        grammar = self._answers.grammar(asked, request.held_to_schemas, prompt=prompt, forced=request.forces_a_call)
+        if grammar is None:
+            return
+        if len(grammar) > MAX_CHARACTERS:
+            raise InvalidRequestError(
+                f"the tools' schemas make a grammar of {len(grammar)} characters, over {MAX_CHARACTERS}; make them "
+                f"shorter, or leave strict out and set tool_choice to 'auto'",
+                param="tools",
+            )
+        params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+
+    async def _send(
+        self, prompt: Prompt, params: SamplingParams | BeamSearchParams, name: str, charge: Charge | None = None
+    ) -> None:
+        held = self.request.held_to_schemas is not None
+        if isinstance(params, SamplingParams) and (held or params.structured_outputs is not None):
+            assert isinstance(prompt, Mapping)
+            await asyncio.to_thread(self._hold, params, prompt["prompt"])
+        await super()._send(prompt, params, name, charge)
 
     async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:
         return await session.submit_chat(
@@ -84,6 +98,7 @@ class ChatCall(Call[ChatCompletionRequest]):
             priority=self.request.priority,
             lora_request=self._lora_request,
             max_tool_calls=self.request.max_tool_calls,
+            on_prompt=partial(self._hold, params),
             tools=self._tools,
             **self._options,
         )

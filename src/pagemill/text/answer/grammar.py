@@ -1,4 +1,5 @@
-"""Writes grammars, in llguidance's form of Lark, of answers that call tools with arguments by their schemas.
+"""Writes grammars, in llguidance's form of Lark, of answers that have a form behind reasoning, or call tools with
+arguments by their schemas.
 
 Around the arguments stands what the model's family writes. A schema stays whole, so that its references hold.
 """
@@ -11,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagemill.errors import InvalidRequestError
+from pagemill.sampling.grammar import lark_of
 from pagemill.sampling.schema_formats import leave_out_unknown_formats
+from pagemill.sampling.structured import StructuredOutputsParams
 from pagemill.text.answer.calls import Functions
 from pagemill.text.answer.formats import ReasoningFormat, ToolCallFormat
 
@@ -29,8 +32,20 @@ def grammar_of_call(form: ToolCallFormat, functions: Functions, words: Words, re
     reasoning: what the answer begins with, because the prompt has begun it. Raises `InvalidRequestError` for a format
     whose arguments are no JSON, and for parameters that are no object.
     """
-    rules = ["start: thinking call\n" + _up_to("thinking", words(reasoning.end)) if reasoning else "start: call"]
+    rules = ["start: thinking call", *_rules_of_thinking(reasoning, words)] if reasoning else ["start: call"]
     return "\n".join([*rules, *_rules_of_calls(form, functions, words, "")])
+
+
+def grammar_of_form(
+    asked: StructuredOutputsParams, words: Words, reasoning: ReasoningFormat, *, has_begun: bool
+) -> str:
+    """Returns the grammar of an answer that has the form that is asked for, behind reasoning.
+
+    has_begun: the prompt has begun the reasoning; otherwise the answer may. Raises what `lark_of` does.
+    """
+    thinking = "thinking" if has_begun else f"({_quoted(words(reasoning.begin))} thinking)?"
+    rules = [f"start: {thinking} answer", *_rules_of_thinking(reasoning, words)]
+    return "\n".join([*rules, f"answer: %lark {{\n{lark_of(asked)}}}"])
 
 
 def grammar_of_text_and_calls(form: ToolCallFormat, functions: Functions, words: Words) -> str:
@@ -60,6 +75,11 @@ def _rules_of_calls(form: ToolCallFormat, functions: Functions, words: Words, ma
         rules.append(f"call_{number}: {head} arguments_{number} {tail}")
         rules.append(f"arguments_{number}: %json {_schema_of(name, schema)}")
     return rules
+
+
+def _rules_of_thinking(reasoning: ReasoningFormat, words: Words) -> list[str]:
+    """Returns the rule `thinking`, up to the line breaks that models write behind it, and those that it needs."""
+    return ["thinking: thought BREAKS?", _up_to("thought", words(reasoning.end)), r"BREAKS: /\n{1,2}/"]
 
 
 def _written(form: ToolCallFormat) -> tuple[str, str, str]:
