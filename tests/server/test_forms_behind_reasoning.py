@@ -56,19 +56,17 @@ def answer(client, stream, messages, thinking, **asked):
     if not stream:
         (choice,) = client.chat.completions.create(**asked).choices
         return choice.message.model_dump(exclude_none=True), choice.finish_reason
-    message, reason = {"content": "", "reasoning_content": ""}, None
+    message, reason = {"content": "", "reasoning_content": "", "tool_calls": []}, None
     for chunk in client.chat.completions.create(**asked, stream=True):
         (choice,) = chunk.choices
-        for name, text in choice.delta.model_dump(exclude_none=True).items():
-            if name in message:
-                message[name] += text
-            elif name == "tool_calls":
-                for call in text:
-                    calls = message.setdefault("tool_calls", [])
-                    if call["index"] == len(calls):
-                        calls.append(call)
-                    else:
-                        calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        delta = choice.delta.model_dump(exclude_none=True)
+        for name in ("content", "reasoning_content"):
+            message[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append(call)
+            else:
+                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
         reason = choice.finish_reason or reason
     return {name: value for name, value in message.items() if value}, reason
 
@@ -146,3 +144,87 @@ def test_a_form_that_tokens_cannot_write_is_refused_behind_reasoning_too(client)
         with pytest.raises(openai.BadRequestError, match="tokens cannot write") as error:
             answer(client, False, turns(THOUGHT), True, extra_body={"structured_outputs": form})
         assert error.value.param == "structured_outputs"
+
+
+def tool(strict):
+    parameters = {"properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+    function = {"name": "get_weather", "parameters": {"type": "object", **parameters, "additionalProperties": False}}
+    return {"type": "function", "function": {**function, "strict": strict}}
+
+
+def weather(*, thinks=False):
+    """Returns a conversation in which each question after the weather was answered by a call, and a last question."""
+    messages = []
+    for city in ("Paris", "Rome", "Oslo", "Bern"):
+        call = {"name": "get_weather", "arguments": json.dumps({"city": city})}
+        messages.append({"role": "user", "content": f"What is the weather in {city}?"})
+        said = {"content": "<think>\nI look.\n</think>\n"} if thinks else {}
+        messages.append(
+            {"role": "assistant", **said, "tool_calls": [{"id": city, "type": "function", "function": call}]}
+        )
+    return [*messages, {"role": "user", "content": "What is the weather in Berlin?"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", [{}, {"response_format": FORM}, {"response_format": {"type": "json_object"}}])
+@pytest.mark.parametrize("strict", [False, True])
+def test_tools_are_called_beside_a_form(client, stream, form, strict):
+    message, reason = answer(client, stream, weather(), None, tools=[tool(strict)], **form)
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Berlin"}
+    assert (message.get("content"), reason) == (None, "tool_calls")
+    message, reason = answer(client, stream, turns('{{"b": {0}}}'), None, tools=[tool(strict)], response_format=FORM)
+    assert "tool_calls" not in message
+    assert (set(json.loads(message["content"])), reason) == ({"a"}, "stop")
+
+
+def test_reasoning_goes_before_calls_beside_a_form(client):
+    asked = {"tools": [tool(strict=False)], "response_format": FORM}
+    message, reason = answer(client, False, weather(thinks=True), True, **asked)
+    assert (message["reasoning_content"], len(message["tool_calls"]), reason) == ("I look.", 1, "tool_calls")
+
+
+def test_what_is_said_of_tools_holds_beside_a_form(client):
+    asked = {"tools": [tool(strict=False)], "response_format": FORM}
+    message, _ = answer(client, False, weather(), False, **asked, tool_choice="none")
+    assert set(json.loads(message["content"])) == {"a"}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        message, reason = answer(client, False, turns('{{"b": {0}}}'), None, **asked, tool_choice=choice)
+        (call,) = message["tool_calls"]
+        assert (set(json.loads(call["function"]["arguments"])), reason) == ({"city"}, "tool_calls")
+    twice = weather()
+    for message in twice[1::2]:
+        message["tool_calls"] *= 2
+    message, _ = answer(client, False, twice, None, **asked)
+    assert len(message["tool_calls"]) > 1
+    message, _ = answer(client, False, twice, None, **asked, parallel_tool_calls=False)
+    assert len(message["tool_calls"]) == 1
+
+
+def test_a_session_calls_the_tools_that_it_keeps_beside_a_form(client):
+    asked = {"response_format": FORM, "extra_body": {"session_id": "weather"}}
+    for messages, tools in ((weather(), {"tools": [tool(strict=False)]}), (weather()[-1:], {})):
+        message, _ = answer(client, False, messages, None, **asked, **tools)
+        assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def test_responses_and_messages_call_tools_beside_a_form(client, server):
+    (*before, question), function = weather(), tool(strict=True)["function"]
+    given = [{"role": message["role"], "content": message.get("content") or ""} for message in before]
+    for message, turn in zip(given, before, strict=True):
+        for call in turn.get("tool_calls", ()):
+            message["content"] = (
+                f'<tool_call>\n{{"name": "get_weather", "arguments": {call["function"]["arguments"]}}}\n</tool_call>'
+            )
+    form = {"format": {"type": "json_schema", "name": "number", "schema": SCHEMA}}
+    response = client.responses.create(
+        model=MODEL, input=[*given, question], tools=[{"type": "function", **function}], text=form, temperature=0
+    )
+    assert [item.type for item in response.output] == ["function_call"]
+    del function["strict"]
+    function["input_schema"] = function.pop("parameters")
+    asked = {"model": MODEL, "max_tokens": 120, "temperature": 0, "messages": [*given, question], "tools": [function]}
+    asked["output_config"] = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answered = httpx.post(f"{server.url}/v1/messages", json=asked, timeout=60).json()
+    assert ([block["type"] for block in answered["content"]], answered["stop_reason"]) == (["tool_use"], "tool_use")

@@ -318,7 +318,32 @@ def called(arguments, **more):
             "tools",
             "'a' is unsatisfiable",
         ),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "leave one of"),
+        (
+            {"tools": [function(strict=True)], "extra_body": {"use_beam_search": True, "n": 2}},
+            "use_beam_search",
+            "leave one of",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},
+            "response_format",
+            "response_format cannot be compiled",
+        ),
+        (
+            {
+                "tools": [function(parameters={"properties": {"a": {"$ref": "#/no"}}}, strict=True)],
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+            "response_format or tools cannot be compiled",
+        ),
+        (
+            {
+                "tools": [function(parameters={"description": "x" * 70_000}, strict=True)],
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+            "response_format, with the tools' schemas, make a grammar",
+        ),
         ({"tools": openai.omit, "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g', which is not among"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tool_call_id"),

@@ -150,7 +150,7 @@ class AsyncSession:
         *,
         priority: int = 0,
         max_tool_calls: int | None = None,
-        on_prompt: Callable[[str], None] | None = None,
+        on_prompt: Callable[[str, Sequence[Mapping[str, Any]] | None], None] | None = None,
         response: ResponseTurn | None = None,
         lora_request: LoRARequest | None = None,
         **template: Any,

@@ -42,7 +42,7 @@ class SessionTurns:
         template: Mapping[str, Any] | None = None,
         priority: int = 0,
         max_tool_calls: int | None = None,
-        on_prompt: Callable[[str], None] | None = None,
+        on_prompt: Callable[[str, Sequence[Mapping[str, Any]] | None], None] | None = None,
         response: ResponseTurn | None = None,
         adapter: AdapterInfo | None = None,
     ) -> RequestState:
@@ -50,9 +50,9 @@ class SessionTurns:
 
         content: text or token ids; messages if there is a `template`, which goes to the chat template. Without tools in
         it, those of the session's last turn count, unless it is a `response`. max_tool_calls: see
-        `AnswerFormats.reader`. on_prompt: called with the text of a turn of messages before `params` count, which it
-        may change; what it raises refuses the turn. adapter: a loaded LoRA adapter, to which the session belongs from
-        its first turn on.
+        `AnswerFormats.reader`. on_prompt: called with the text and the tools of a turn of messages before `params`
+        count, which it may change; what it raises refuses the turn. adapter: a loaded LoRA adapter, to which the
+        session belongs from its first turn on.
         Raises what `SessionStore.begin` or `begin_response`, `InputProcessor.process` and the chat template raise; then
         the session is not in use.
         """
@@ -71,7 +71,7 @@ class SessionTurns:
                 tools = _tools(template.get("tools")) or (begun.tools if response is None else None)
                 text, history = self._chat(begun, instructions, content, {**template, "tools": tools})
                 if on_prompt is not None:
-                    on_prompt(text)
+                    on_prompt(text, tools)
                 token_ids = _joined(history, self._inputs.encode(text, add_special_tokens=False))
                 messages = [*(begun.messages or []), *content]
                 if response is None or response.keep:

@@ -32,6 +32,7 @@ from pagemill.server.protocol.tools import Called, CalledDelta, ToolCall, ToolCa
 from pagemill.server.routes.call import Call
 from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.answer.reader import AnswerPart, AnswerReader
+from pagemill.text.tool_messages import functions_of
 
 READ_LIKE_ONE = 50
 """Characters of answers with tool calls or reasoning that are read in the time in which one choice is written."""
@@ -67,17 +68,23 @@ class ChatCall(Call[ChatCompletionRequest]):
             params.skip_special_tokens = False
         return params
 
-    def _hold(self, params: SamplingParams, prompt: str) -> None:
-        """Holds the answer to a prompt to the form and the schemas that are asked for."""
+    def _hold(self, params: SamplingParams, prompt: str | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Holds an answer to the form and the schemas that are asked for. prompt: None for a fork. tools: the prompt's;
+        beside a form, calls have any arguments where no schema is asked for."""
         request, asked = self.request, params.structured_outputs
-        grammar = self._answers.grammar(asked, request.held_to_schemas, prompt=prompt, forced=request.forces_a_call)
+        functions = request.held_to_schemas
+        if asked is not None and functions is None and request.max_tool_calls != 0:
+            functions = {name: {} for name in functions_of(tools)} or None
+        grammar = self._answers.grammar(
+            asked, functions, prompt=prompt, forced=request.forces_a_call, one_call=request.max_tool_calls == 1
+        )
         if grammar is None:
             return
         if len(grammar) > MAX_CHARACTERS:
             raise InvalidRequestError(
-                f"the tools' schemas make a grammar of {len(grammar)} characters, over {MAX_CHARACTERS}; make them "
-                f"shorter, or leave strict out and set tool_choice to 'auto'",
-                param="tools",
+                f"structured_outputs, with the tools' schemas, make a grammar of {len(grammar)} characters, over "
+                f"{MAX_CHARACTERS}; make schemas shorter, or leave strict out and set tool_choice to 'auto'",
+                param="structured_outputs",
             )
         params.structured_outputs = StructuredOutputsParams(grammar=grammar)
 
@@ -87,8 +94,13 @@ class ChatCall(Call[ChatCompletionRequest]):
         held = self.request.held_to_schemas is not None
         if isinstance(params, SamplingParams) and (held or params.structured_outputs is not None):
             assert isinstance(prompt, Mapping)
-            await asyncio.to_thread(self._hold, params, prompt["prompt"])
+            await asyncio.to_thread(self._hold, params, prompt["prompt"], self._tools)
         await super()._send(prompt, params, name, charge)
+
+    async def _fork(self, origin_id: str, params: SamplingParams | BeamSearchParams) -> None:
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self._hold, params, None, self._tools)
+        await super()._fork(origin_id, params)
 
     async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:
         return await session.submit_chat(

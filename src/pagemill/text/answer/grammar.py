@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagemill.errors import InvalidRequestError
 from pagemill.sampling.grammar import lark_of
@@ -26,6 +26,14 @@ Words = Callable[[str], Parts]
 _AS_MODELS_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+class Calls(NamedTuple):
+    """Holds the calls that an answer may be instead."""
+
+    form: ToolCallFormat
+    functions: Functions
+    only_one: bool
+
+
 def grammar_of_call(form: ToolCallFormat, functions: Functions, words: Words, reasoning: ReasoningFormat | None) -> str:
     """Returns the grammar of an answer that is one call, of one of these functions.
 
@@ -37,15 +45,27 @@ def grammar_of_call(form: ToolCallFormat, functions: Functions, words: Words, re
 
 
 def grammar_of_form(
-    asked: StructuredOutputsParams, words: Words, reasoning: ReasoningFormat, *, has_begun: bool
+    asked: StructuredOutputsParams,
+    words: Words,
+    reasoning: ReasoningFormat | None,
+    calls: Calls | None,
+    *,
+    has_begun: bool,
 ) -> str:
-    """Returns the grammar of an answer that has the form that is asked for, behind reasoning.
+    """Returns the grammar of an answer that has the form that is asked for, or is calls, behind reasoning.
 
-    has_begun: the prompt has begun the reasoning; otherwise the answer may. Raises what `lark_of` does.
+    has_begun: the prompt has begun the reasoning; otherwise the answer may. Raises what `lark_of` does, and
+    `InvalidRequestError` for calls that begin without a mark, and for a schema where arguments are no JSON.
     """
-    thinking = "thinking" if has_begun else f"({_quoted(words(reasoning.begin))} thinking)?"
-    rules = [f"start: {thinking} answer", *_rules_of_thinking(reasoning, words)]
-    return "\n".join([*rules, f"answer: %lark {{\n{lark_of(asked)}}}"])
+    start, rules = "answer", [f"answer: %lark {{\n{lark_of(asked)}}}"]
+    if calls is not None:
+        start = "(call | answer)" if calls.only_one else "(call (BREAK? call)* | answer)"
+        rules += [r'BREAK: "\n"', *_rules_of_marked_calls(calls.form, calls.functions, words)]
+    if reasoning is not None:
+        thinking = "thinking" if has_begun else f"({_quoted(words(reasoning.begin))} thinking)?"
+        start = f"{thinking} {start}"
+        rules += _rules_of_thinking(reasoning, words)
+    return "\n".join([f"start: {start}", *rules])
 
 
 def grammar_of_text_and_calls(form: ToolCallFormat, functions: Functions, words: Words) -> str:
@@ -64,6 +84,19 @@ def grammar_of_text_and_calls(form: ToolCallFormat, functions: Functions, words:
     starts_special = marked[0][1] is not None
     rest = "REST: /(?s:.*)/" + ("" if starts_special else f" & ~/(?s:.*){_regex(mark)}(?s:.*)/")
     return "\n".join(["start: (before call)* REST", text, rest, *_rules_of_calls(form, functions, words, mark)])
+
+
+def _rules_of_marked_calls(form: ToolCallFormat, functions: Functions, words: Words) -> list[str]:
+    """Returns the rules of calls that are told from other text; of any between marks, where arguments are no JSON."""
+    if form.bare:
+        raise InvalidRequestError(
+            f"this model's tool calls ({form.name}) begin without a mark, so that tools do not go with "
+            f"structured_outputs; leave one of them out",
+            param="structured_outputs",
+        )
+    if form.written is None and not any(functions.values()):
+        return [f"call: {_quoted(words(form.begin[0]))} called", _up_to("called", words(form.end))]
+    return _rules_of_calls(form, functions, words, "")
 
 
 def _rules_of_calls(form: ToolCallFormat, functions: Functions, words: Words, mark: str) -> list[str]:

@@ -20,7 +20,7 @@ from pagemill.text.answer.formats import (
     reasoning_of,
     tool_calls_of,
 )
-from pagemill.text.answer.grammar import grammar_of_call, grammar_of_form, grammar_of_text_and_calls
+from pagemill.text.answer.grammar import Calls, grammar_of_call, grammar_of_form, grammar_of_text_and_calls
 from pagemill.text.answer.json_text import is_json
 from pagemill.text.answer.reader import AnswerReader
 from pagemill.text.chat_template import NO_PLACE
@@ -113,28 +113,31 @@ class AnswerFormats:
         asked: StructuredOutputsParams | None,
         functions: Functions | None,
         *,
-        prompt: str,
+        prompt: str | None,
         forced: bool,
+        one_call: bool,
     ) -> str | None:
         """Returns the grammar of an answer; None where what is asked for says all.
 
-        asked: the form that the answer has, behind reasoning. functions: those that calls are of, with arguments by
-        their schemas. prompt: the end of the text that is answered, at least. forced: the answer is one call, behind
-        the reasoning that the prompt has begun; otherwise it is text and any number of calls. Raises what
-        `grammar_of_call`, `grammar_of_form` and `check_literals` do.
+        asked: the form of an answer that is no calls. functions: those that calls are of, with arguments by their
+        schemas. prompt: the end of the text that is answered, at least; None where an answer goes on from another, and
+        there is no reasoning. forced: the answer is one call. one_call: it has one at most beside a form. Raises what
+        `grammar_of_call`, `grammar_of_text_and_calls`, `grammar_of_form` and `check_literals` do.
         """
-        words, reasoning = self._tokenizer.parts_of, self.reasoning
-        has_begun = self._begins_reasoning(prompt)
-        if functions is not None:
-            form = self.tool_calls
+        words, form, reasoning = self._tokenizer.parts_of, self.tool_calls, self.reasoning
+        has_begun = prompt is not None and self._begins_reasoning(prompt)
+        if functions is not None and (forced or asked is None):
             assert form is not None
             if not forced:
                 return grammar_of_text_and_calls(form, functions, words)
             return grammar_of_call(form, functions, words, reasoning if has_begun else None)
-        if asked is None or reasoning is None or (prompt.rstrip().endswith(reasoning.end) and not has_begun):
+        if prompt is None or (reasoning and prompt.rstrip().endswith(reasoning.end) and not has_begun):
+            reasoning = None
+        if asked is None or (reasoning is None and functions is None):
             return None
         check_literals(asked, self._tokenizer.missing_characters)
-        return grammar_of_form(asked, words, reasoning, has_begun=has_begun)
+        calls = None if form is None or functions is None else Calls(form, functions, one_call)
+        return grammar_of_form(asked, words, reasoning, calls, has_begun=has_begun)
 
     def _begins_reasoning(self, prompt: str) -> bool:
         """Returns whether a prompt ends with the mark that begins reasoning, or need not."""
