@@ -209,6 +209,19 @@ def test_a_session_calls_the_tools_that_it_keeps_beside_a_form(client):
         assert message["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_response_that_a_stop_string_cuts_is_incomplete(client, stream):
+    function = {"type": "function", **tool(strict=True)["function"]}
+    asked = {"model": MODEL, "input": "Weather?", "tools": [function], "tool_choice": "required", "stream": stream}
+    for stop, status in (("}", "incomplete"), ("</tool_call>", "completed")):
+        response = client.responses.create(**asked, extra_body={"stop": stop})
+        if stream:
+            *_, item, last = response
+            assert (item.type, item.item.status) == ("response.output_item.done", status)
+            response = last.response
+        assert (response.status, response.output[0].status) == ("completed", status)
+
+
 def test_responses_and_messages_call_tools_beside_a_form(client, server):
     (*before, question), function = weather(), tool(strict=True)["function"]
     given = [{"role": message["role"], "content": message.get("content") or ""} for message in before]

@@ -223,6 +223,25 @@ def test_a_call_that_is_cut_before_its_name_is_no_content(client, stream, tokens
     assert (message.get("content") or None, message.get("tool_calls"), reason) == (None, None, "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_no_whole_one(client, stream):
+    asked = {"tools": TOOLS, "tool_choice": "required", "extra_body": {"ignore_eos": False}}
+    ((message, reason),) = answers(client, stream, **asked, stop=["}"])
+    (call,) = message["tool_calls"]
+    assert (call["function"]["arguments"].startswith("{"), reason) == (True, "stop")
+    ((_, reason),) = answers(client, stream, **asked, stop=["</tool_call>"])
+    assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_left_out_may_be_cut(client, says, stream):
+    says(CALL + CALL[:-30])
+    ((message, reason),) = answers(client, stream, parallel_tool_calls=False)
+    assert (len(message["tool_calls"]), reason) == (1, "tool_calls")
+    ((message, reason),) = answers(client, stream)
+    assert (len(message["tool_calls"]), reason) == (2, "stop")
+
+
 def test_the_example_calls_a_tool_and_answers(server, monkeypatch, capsys):
     example = Path(__file__).parents[2] / "examples" / "agent.py"
     monkeypatch.setattr(sys, "argv", ["agent.py", "--url", f"{server.url}/v1", "What is 17 times 23?"])

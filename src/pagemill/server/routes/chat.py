@@ -237,7 +237,8 @@ def options_for(answers: AnswerFormats, request: ChatCompletionRequest) -> dict[
 
 
 def _finish_reason(output: CompletionOutput, reader: AnswerReader) -> str | None:
-    return "tool_calls" if output.finish_reason == "stop" and reader.num_calls else output.finish_reason
+    calls = output.finish_reason == "stop" and reader.num_calls and not reader.num_broken_calls
+    return "tool_calls" if calls else output.finish_reason
 
 
 def _top(spelling: bytes, entry: Logprob) -> TopLogprob:
