@@ -5,6 +5,8 @@ import json
 import openai
 import pytest
 
+from pagemill.frontend import request_state
+from pagemill.frontend.outputs import Logprob
 from pagemill.frontend.request_stream import RequestStream
 from server.questions import CHAT, GREEDY, MODEL
 
@@ -60,6 +62,15 @@ def test_chat_logprobs(client):
         assert bytes(token.bytes).decode() == token.token
     bare = client.chat.completions.create(**CHAT, **GREEDY, logprobs=True)
     assert all(token.top_logprobs == [] for token in bare.choices[0].logprobs.content)
+
+
+def test_equally_likely_tokens_are_no_more_than_asked_for(client, monkeypatch):
+    equal = {28: Logprob(-1.0, 1, "<"), 29: Logprob(-1.0, 1, "="), 30: Logprob(-2.0, 2, ">")}
+    monkeypatch.setattr(request_state, "decode_logprobs", lambda *_: equal)
+    for most, tokens in enumerate((["<"], ["<", "="]), 1):
+        answer = client.chat.completions.create(**CHAT, max_tokens=2, logprobs=True, top_logprobs=most)
+        for token in answer.choices[0].logprobs.content:
+            assert [likely.token for likely in token.top_logprobs] == tokens
 
 
 def test_content_parts_a_developer_and_answers_given_back(client):

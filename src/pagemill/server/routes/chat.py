@@ -214,7 +214,7 @@ class ChatCall(Call[ChatCompletionRequest]):
             entries = [(self._bytes_of(token_id), entry) for token_id, entry in position.items()]
             likely = [_top(*entry) for entry in entries if entry[1].rank <= wanted]
             likely.sort(key=lambda entry: -entry.logprob)
-            content.append(TokenLogprob(**_top(*entries[0]).model_dump(), top_logprobs=likely))
+            content.append(TokenLogprob(**_top(*entries[0]).model_dump(), top_logprobs=likely[:wanted]))
         return ChatLogprobs(content=content)
 
 
