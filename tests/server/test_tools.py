@@ -223,6 +223,13 @@ def test_a_call_that_is_cut_before_its_name_is_no_content(client, stream, tokens
     assert (message.get("content") or None, message.get("tool_calls"), reason) == (None, None, "length")
 
 
+def test_no_session_keeps_a_call_that_is_cut_before_its_name_as_text(client, server):
+    asked = {"tools": TOOLS, "tool_choice": "required", "stop": None, "max_tokens": 4}
+    answers(client, False, **asked, extra_body={"session_id": "cut", "ignore_eos": False})
+    kept = httpx.get(f"{server.url}/v1/sessions/cut").json()["messages"]
+    assert kept[-1] == {"role": "assistant", "content": ""}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_a_stop_string_cuts_is_no_whole_one(client, stream):
     asked = {"tools": TOOLS, "tool_choice": "required", "extra_body": {"ignore_eos": False}}

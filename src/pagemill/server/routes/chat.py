@@ -110,6 +110,7 @@ class ChatCall(Call[ChatCompletionRequest]):
             priority=self.request.priority,
             lora_request=self._lora_request,
             max_tool_calls=self.request.max_tool_calls,
+            calls_only=self.request.forces_a_call,
             on_prompt=partial(self._hold, params),
             tools=self._tools,
             **self._options,
