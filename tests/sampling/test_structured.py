@@ -320,6 +320,22 @@ def test_an_answer_that_cannot_be_followed_fails_alone(tokenizer, monkeypatch):
     assert "RuntimeError: can't start new thread" in str(sampled.failed[0])
 
 
+def test_a_row_that_is_given_again_has_no_failure_of_its_predecessor(tokenizer, monkeypatch):
+    asked, row = StructuredOutputsParams(choice=["yes", "no"]), 0
+    rows = GrammarRows(new_grammars(tokenizer), 1)
+
+    class GivenAgain(SamplingParamsError):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            rows.remove(row)
+            rows.add(row, asked, b"", np.empty(0, np.int32))
+
+    monkeypatch.setattr(grammar_rows, "SamplingParamsError", GivenAgain)
+    rows.add(row, asked, b"", np.array(tokenizer.encode("maybe"), np.int32))
+    assert rows.failures([5], [row]) == {}
+    assert rows.failures([5], [row]) == {}
+
+
 def test_grammars_are_kept_apart_by_namespace_and_bounded(tokenizer, monkeypatch):
     """Another namespace's grammar is compiled again; one that is waited for is never dropped."""
     monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 3)

@@ -5,6 +5,8 @@ import json
 import openai
 import pytest
 
+from pagemill.frontend import request_state
+from pagemill.frontend.outputs import Logprob
 from pagemill.frontend.request_stream import RequestStream
 from server.questions import CHAT, GREEDY, MODEL
 
@@ -60,6 +62,15 @@ def test_chat_logprobs(client):
         assert bytes(token.bytes).decode() == token.token
     bare = client.chat.completions.create(**CHAT, **GREEDY, logprobs=True)
     assert all(token.top_logprobs == [] for token in bare.choices[0].logprobs.content)
+
+
+def test_equally_likely_tokens_are_no_more_than_asked_for(client, monkeypatch):
+    equal = {28: Logprob(-1.0, 1, "<"), 29: Logprob(-1.0, 1, "="), 30: Logprob(-2.0, 2, ">")}
+    monkeypatch.setattr(request_state, "decode_logprobs", lambda *_: equal)
+    for most, tokens in enumerate((["<"], ["<", "="]), 1):
+        answer = client.chat.completions.create(**CHAT, max_tokens=2, logprobs=True, top_logprobs=most)
+        for token in answer.choices[0].logprobs.content:
+            assert [likely.token for likely in token.top_logprobs] == tokens
 
 
 def test_content_parts_a_developer_and_answers_given_back(client):
@@ -240,8 +251,10 @@ def test_vllms_extra_fields(client):
 
 def test_best_of_chooses_and_can_not_be_streamed(client):
     common = {"model": MODEL, "prompt": ["My favourite", "Once"], "max_tokens": 4, "seed": 7}
-    every = client.completions.create(**common, n=4, logprobs=0).choices
-    best = client.completions.create(**common, best_of=4).choices
+    sampled = client.completions.create(**common, n=4, logprobs=0)
+    chosen = client.completions.create(**common, best_of=4)
+    every, best = sampled.choices, chosen.choices
+    assert chosen.usage.completion_tokens == sampled.usage.completion_tokens == 2 * 4 * 4
     likelihoods = [sum(choice.logprobs.token_logprobs) for choice in every]
     likeliest = [max(range(first, first + 4), key=likelihoods.__getitem__) for first in (0, 4)]
     assert likeliest != [0, 4]
@@ -251,7 +264,9 @@ def test_best_of_chooses_and_can_not_be_streamed(client):
     with pytest.raises(openai.BadRequestError, match=r"best_of is 4 with n 1: .* cannot be streamed") as caught:
         client.completions.create(**common, best_of=4, stream=True)
     assert caught.value.param == "stream"
-    assert list(client.completions.create(**common, n=2, best_of=2, stream=True))
+    usage = {"stream_options": {"include_usage": True}}
+    *_, last = client.completions.create(**common, n=2, best_of=2, stream=True, **usage)
+    assert last.usage.completion_tokens == 2 * 2 * 4
 
 
 def test_beam_search_as_vllm_has_it(client):
@@ -261,6 +276,7 @@ def test_beam_search_as_vllm_has_it(client):
     assert len({choice.text for choice in whole.choices}) == 6
     best = client.completions.create(**common, best_of=3, extra_body={"use_beam_search": True, "length_penalty": 0.5})
     assert [choice.text for choice in best.choices] == [whole.choices[0].text, whole.choices[3].text]
+    assert best.usage.completion_tokens <= 2 * 6
     tokens = client.completions.create(**common, extra_body={"use_beam_search": True, "ignore_eos": True}).usage
     assert tokens.completion_tokens == 2 * 6
     answer = client.chat.completions.create(**CHAT, **GREEDY, extra_body={"use_beam_search": True}, n=2)

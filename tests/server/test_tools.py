@@ -223,6 +223,32 @@ def test_a_call_that_is_cut_before_its_name_is_no_content(client, stream, tokens
     assert (message.get("content") or None, message.get("tool_calls"), reason) == (None, None, "length")
 
 
+def test_no_session_keeps_a_call_that_is_cut_before_its_name_as_text(client, server):
+    asked = {"tools": TOOLS, "tool_choice": "required", "stop": None, "max_tokens": 4}
+    answers(client, False, **asked, extra_body={"session_id": "cut", "ignore_eos": False})
+    kept = httpx.get(f"{server.url}/v1/sessions/cut").json()["messages"]
+    assert kept[-1] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_no_whole_one(client, stream):
+    asked = {"tools": TOOLS, "tool_choice": "required", "extra_body": {"ignore_eos": False}}
+    ((message, reason),) = answers(client, stream, **asked, stop=["}"])
+    (call,) = message["tool_calls"]
+    assert (call["function"]["arguments"].startswith("{"), reason) == (True, "stop")
+    ((_, reason),) = answers(client, stream, **asked, stop=["</tool_call>"])
+    assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_left_out_may_be_cut(client, says, stream):
+    says(CALL + CALL[:-30])
+    ((message, reason),) = answers(client, stream, parallel_tool_calls=False)
+    assert (len(message["tool_calls"]), reason) == (1, "tool_calls")
+    ((message, reason),) = answers(client, stream)
+    assert (len(message["tool_calls"]), reason) == (2, "stop")
+
+
 def test_the_example_calls_a_tool_and_answers(server, monkeypatch, capsys):
     example = Path(__file__).parents[2] / "examples" / "agent.py"
     monkeypatch.setattr(sys, "argv", ["agent.py", "--url", f"{server.url}/v1", "What is 17 times 23?"])
@@ -318,7 +344,32 @@ def called(arguments, **more):
             "tools",
             "'a' is unsatisfiable",
         ),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "leave one of"),
+        (
+            {"tools": [function(strict=True)], "extra_body": {"use_beam_search": True, "n": 2}},
+            "use_beam_search",
+            "leave one of",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},
+            "response_format",
+            "response_format cannot be compiled",
+        ),
+        (
+            {
+                "tools": [function(parameters={"properties": {"a": {"$ref": "#/no"}}}, strict=True)],
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+            "response_format or tools cannot be compiled",
+        ),
+        (
+            {
+                "tools": [function(parameters={"description": "x" * 70_000}, strict=True)],
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+            "response_format, with the tools' schemas, make a grammar",
+        ),
         ({"tools": openai.omit, "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g', which is not among"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tool_call_id"),

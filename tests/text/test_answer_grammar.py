@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools: what each family would write is accepted, and nothing else."""
+"""Grammars of answers that have a form or call tools: what each family would write is accepted, and nothing else."""
 
 import json
 import re
@@ -7,8 +7,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from pagemill.errors import InvalidRequestError
+from pagemill.sampling.structured import StructuredOutputsParams
 from pagemill.text.answer.formats import REASONING, TOOL_CALLS, ToolCallFormat
-from pagemill.text.answer.grammar import grammar_of_call, grammar_of_text_and_calls
+from pagemill.text.answer.grammar import Calls, grammar_of_call, grammar_of_form, grammar_of_text_and_calls
 from pagemill.text.answer.reader import AnswerReader
 from pagemill.text.tokenizer import Tokenizer
 
@@ -58,7 +59,48 @@ def test_reasoning_goes_before_a_call(accepts):
     grammar = grammar_of_call(TOOL_CALLS["hermes"], FUNCTIONS, plain, REASONING["qwen3"])
     call = call_of(TOOL_CALLS["hermes"])
     assert accepts(grammar, f"Hm, <tool_call>?\n</think>{call}")
+    assert accepts(grammar, f"Hm.\n</think>\n\n{call}")
     assert not accepts(grammar, call)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_reasoning_goes_before_a_form(accepts, special):
+    def words(text):
+        ids = {"<think>": 1, "</think>": 2} if special else {}
+        return [(text, ids.get(text))]
+
+    begin, end = ("<|im_start|>", "<|im_end|>") if special else ("<think>", "</think>")
+    asked = StructuredOutputsParams(json={"const": {"a": 1}})
+    begun = grammar_of_form(asked, words, REASONING["qwen3"], None, has_begun=True)
+    for right in (f'Hm, {{"a": 2}}.\n{end}{{"a": 1}}', f'{end}\n\n{{"a": 1}}'):
+        assert accepts(begun, right)
+    for wrong in ('{"a": 1}', f"Hm.{end}", f'Hm.{end}{{"a": 2}}', f'Hm.{end}{{"a": 1}}.'):
+        assert not accepts(begun, wrong)
+    free = grammar_of_form(asked, words, REASONING["qwen3"], None, has_begun=False)
+    for right in ('{"a": 1}', f'{begin}\nHm.{end}\n\n{{"a": 1}}'):
+        assert accepts(free, right)
+    for wrong in (f'Hm.{end}{{"a": 1}}', f"{begin}Hm."):
+        assert not accepts(free, wrong)
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_CALLS.items() if not form.bare])
+def test_an_answer_is_calls_or_has_a_form(accepts, name):
+    form, asked = TOOL_CALLS[name], StructuredOutputsParams(json={"const": {"a": 1}})
+    functions = {"get-weather": CITY if form.written else {}, "other": {}}
+
+    def grammar(only_one):
+        return grammar_of_form(asked, plain, None, Calls(form, functions, only_one), has_begun=False)
+
+    call = call_of(form) if form.written else f"{form.begin[0]}\nget_weather(…)\n{form.end}"
+    for right in (call, '{"a": 1}'):
+        assert accepts(grammar(True), right)
+        assert accepts(grammar(False), right)
+    for several in (f"{call}\n{call}", call * 3):
+        assert accepts(grammar(False), several)
+        assert not accepts(grammar(True), several)
+    for wrong in ("", '{"a": 2}', f'{call}{{"a": 1}}', f"Hm. {call}", f'{{"a": 1}}{call}'):
+        assert not accepts(grammar(False), wrong)
+    assert not form.written or not accepts(grammar(False), call_of(form, "Rome"))
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name != "llama3_json"])
@@ -93,6 +135,14 @@ def test_what_no_grammar_can_say_is_refused():
             grammar_of_call(TOOL_CALLS[name], FUNCTIONS, plain, None)
     with pytest.raises(InvalidRequestError, match="begin without a mark"):
         grammar_of_text_and_calls(TOOL_CALLS["llama3_json"], FUNCTIONS, plain)
+    asked = StructuredOutputsParams(json_object=True)
+    for name, functions, said in (
+        ("llama3_json", {"f": {}}, "without a mark, so that tools do not go with structured_outputs; leave one"),
+        ("pythonic", {"f": {}}, "without a mark"),
+        ("qwen3_coder", FUNCTIONS, "no arguments in JSON"),
+    ):
+        with pytest.raises(InvalidRequestError, match=said):
+            grammar_of_form(asked, plain, None, Calls(TOOL_CALLS[name], functions, False), has_begun=False)
     with pytest.raises(InvalidRequestError, match="'f' are of type 'array'"):
         grammar_of_call(TOOL_CALLS["hermes"], {"f": {"type": "array"}}, plain, None)
     with pytest.raises(InvalidRequestError, match="'f' have a number that is not finite"):

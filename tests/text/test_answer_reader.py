@@ -160,6 +160,47 @@ def test_calls_are_read_whatever_the_cut(form, text, content, calls):
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
 
 
+TEXT = {"type": "string"}
+NULL = {"type": "null"}
+TYPED = [
+    # schema, text, JSON
+    (TEXT, "12345", '"12345"'),
+    ({"type": ["string", "null"]}, "12345", '"12345"'),
+    ({"type": ["string", "null"]}, "null", "null"),
+    ({"type": ["string", "null"]}, '{"name": "x"}', '"{\\"name\\": \\"x\\"}"'),
+    ({"anyOf": [TEXT, NULL]}, " true ", '" true "'),
+    ({"oneOf": [{"type": "integer"}, TEXT]}, "12", "12"),
+    ({"oneOf": [{"type": "integer"}, TEXT]}, "1.5", '"1.5"'),
+    ({"oneOf": [{"type": "number"}, TEXT]}, "-12", "-12"),
+    ({"anyOf": [TEXT, {"type": "object"}]}, '{"name": "x"}', '{"name": "x"}'),
+    ({"anyOf": [TEXT, {"type": "boolean"}]}, "True", "true"),
+    ({"enum": ["1", "2"]}, "1", '"1"'),
+    ({"enum": ["1", 2, None]}, "2", "2"),
+    ({"enum": ["1", 2, None]}, "null", "null"),
+    ({"const": "7"}, "7", '"7"'),
+    ({"$ref": "#/$defs/text"}, "7", '"7"'),
+    ({"allOf": [{"$ref": "#/$defs/a~1b%20c"}]}, "7", '"7"'),
+    ({"$ref": "#/$defs/loop"}, "7", '"7"'),
+    ({"$ref": "#/$defs/missing/x"}, "7", "7"),
+    ({"$ref": "other.json#/text"}, "7", "7"),
+    ({"type": "array"}, '["x"]', '["x"]'),
+    ({"type": "integer"}, "many", '"many"'),
+    ({"type": 1, "enum": 2, "anyOf": 3, "oneOf": [4]}, "7", "7"),
+    (True, "7", "7"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "written"), TYPED)
+def test_a_tagged_value_is_of_a_type_that_its_schema_allows(schema, text, written):
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/text"}]}
+    definitions = {"text": TEXT, "a/b c": TEXT, "loop": loop}
+    functions = {"f": {"type": "object", "properties": {"a": schema}, "$defs": definitions}}
+    reading = AnswerReader(TOOL_CALLS["qwen3_coder"], functions, None, reasons_from_start=False, call_id=str)
+    answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = reading.read(answer).calls
+    assert call.arguments == f'{{"a": {written}}}'
+
+
 @pytest.mark.parametrize(("form", "text"), NO_CALLS)
 def test_what_is_no_call_is_content_as_it_stands(form, text):
     for pieces in ([text], list(text)):

@@ -135,14 +135,15 @@ class Turn:
     """A session's turn that has been taken from the store and must be given back.
 
     messages: the session's after this turn, but for the answer; None for a turn of a plain prompt. tools,
-    instructions: those that it is rendered with. max_tool_calls: see `AnswerFormats.reader`. response: None for a turn
-    of a session that was named.
+    instructions: those that it is rendered with. max_tool_calls, calls_only: see `AnswerFormats.reader`. response: None
+    for a turn of a session that was named.
     """
 
     begun: SessionRecord
     messages: list[Mapping[str, Any]] | None
     tools: Sequence[Mapping[str, Any]] | None = None
     max_tool_calls: int | None = None
+    calls_only: bool = False
     instructions: str | None = None
     response: ResponseTurn | None = None
 

@@ -150,16 +150,19 @@ class AsyncSession:
         *,
         priority: int = 0,
         max_tool_calls: int | None = None,
+        calls_only: bool = False,
+        on_prompt: Callable[[str, Sequence[Mapping[str, Any]] | None], None] | None = None,
         response: ResponseTurn | None = None,
         lora_request: LoRARequest | None = None,
         **template: Any,
     ) -> RequestStream:
         """Answers the new turn's messages alone; those before are the session's. `template` goes to the template.
 
-        max_tool_calls: the session keeps so many of the answer's calls; None for all. response: makes it a response.
+        max_tool_calls: the session keeps so many of the answer's calls; None for all. calls_only,
+        on_prompt: see `SessionTurns.begin`. response: makes it a response.
         """
         how: dict[str, Any] = {"priority": priority, "max_tool_calls": max_tool_calls, "response": response}
-        how |= {"template": template, "lora_request": lora_request}
+        how |= {"calls_only": calls_only, "on_prompt": on_prompt, "template": template, "lora_request": lora_request}
         return await self._start(messages, sampling_params, request_id, **how)
 
     async def count_chat(

@@ -42,14 +42,18 @@ class SessionTurns:
         template: Mapping[str, Any] | None = None,
         priority: int = 0,
         max_tool_calls: int | None = None,
+        calls_only: bool = False,
+        on_prompt: Callable[[str, Sequence[Mapping[str, Any]] | None], None] | None = None,
         response: ResponseTurn | None = None,
         adapter: AdapterInfo | None = None,
     ) -> RequestState:
         """Takes a session for one turn, and returns the turn's request: the session's tokens, then those of `content`.
 
         content: text or token ids; messages if there is a `template`, which goes to the chat template. Without tools in
-        it, those of the session's last turn count, unless it is a `response`. max_tool_calls: see
-        `AnswerFormats.reader`. adapter: a loaded LoRA adapter, to which the session belongs from its first turn on.
+        it, those of the session's last turn count, unless it is a `response`. max_tool_calls,
+        calls_only: see `AnswerFormats.reader`. on_prompt: called with the text and the tools of a turn of messages
+        before `params` count, which it may change; what it raises refuses the turn. adapter: a loaded LoRA adapter, to
+        which the session belongs from its first turn on.
         Raises what `SessionStore.begin` or `begin_response`, `InputProcessor.process` and the chat template raise; then
         the session is not in use.
         """
@@ -67,6 +71,8 @@ class SessionTurns:
             else:
                 tools = _tools(template.get("tools")) or (begun.tools if response is None else None)
                 text, history = self._chat(begun, instructions, content, {**template, "tools": tools})
+                if on_prompt is not None:
+                    on_prompt(text, tools)
                 token_ids = _joined(history, self._inputs.encode(text, add_special_tokens=False))
                 messages = [*(begun.messages or []), *content]
                 if response is None or response.keep:
@@ -94,7 +100,7 @@ class SessionTurns:
             raise
         if response is None:
             request.asked.session = name
-        request.turn = Turn(begun, messages, tools, max_tool_calls, instructions, response)
+        request.turn = Turn(begun, messages, tools, max_tool_calls, calls_only, instructions, response)
         return request
 
     def count(
@@ -153,7 +159,11 @@ class SessionTurns:
             detokenized, tokenizer = request.asked.params.detokenize, self._inputs.tokenizer
             text = answer.text if detokenized else tokenizer.decode(answer.token_ids, True)
             reader = tokenizer.answers.reader(
-                turn.tools, prompt=request.prompt or "", answer_id=request.request_id, max_calls=turn.max_tool_calls
+                turn.tools,
+                prompt=request.prompt or "",
+                answer_id=request.request_id,
+                max_calls=turn.max_tool_calls,
+                calls_only=turn.calls_only,
             )
             messages = [*messages, message_of(reader, text)]
         token_ids = [*request.prompt_token_ids, *answer.token_ids]

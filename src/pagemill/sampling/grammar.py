@@ -18,9 +18,9 @@ from typing import Any, TypeAlias, TypeVar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from pagemill.errors import SamplingParamsError, shown
+from pagemill.errors import SamplingParamsError
 from pagemill.namespace import Namespace
-from pagemill.sampling.literals import literals_of
+from pagemill.sampling.literals import check_literals
 from pagemill.sampling.schema_formats import leave_out_unknown_formats
 from pagemill.sampling.structured import StructuredOutputsParams
 
@@ -148,14 +148,9 @@ class GrammarChecker:
     def _verdict(self, asked: StructuredOutputsParams) -> str | None:
         try:
             compile_grammar(self._vocabulary, lark_of(asked))
+            check_literals(asked, self._missing_characters)
         except SamplingParamsError as error:
             return error.message
-        for field, text in literals_of(asked):
-            if missing := self._missing_characters(text):
-                return (
-                    f"structured_outputs has {missing[:8]!a} in the {field} {shown(text)}, which this model's tokens "
-                    f"cannot write; leave it out"
-                )
         return None
 
 

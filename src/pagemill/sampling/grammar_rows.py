@@ -32,6 +32,8 @@ class Followed:
     """An answer that is followed, and what that took."""
 
     def __init__(self, grammar: CompiledGrammar) -> None:
+        self.failure: SamplingParamsError | None = None
+        """Why it cannot go on."""
         self._grammar = grammar
         self._beginning = grammar.beginning
         self.matcher = self._beginning.deep_copy()
@@ -82,7 +84,8 @@ class GrammarRows:
         for token in grammars.eos_token_ids:
             self._end[token // 32] |= np.uint32(1 << token % 32)
         self._followed: dict[int, Followed] = {}
-        self._failures: dict[int, SamplingParamsError] = {}
+        self._refused: dict[int, SamplingParamsError] = {}
+        """Why rows have a grammar that does not compile."""
         self._thread = ThreadPoolExecutor(1, "masks")
         self._begun: Future[None] | None = None
 
@@ -92,11 +95,11 @@ class GrammarRows:
 
     def add(self, row: int, asked: StructuredOutputsParams, root: bytes, output: NDArray[np.int32]) -> None:
         """Gives a row to a sequence that has generated `output` before."""
-        self._failures.pop(row, None)
+        self._refused.pop(row, None)
         try:
             followed = Followed(self._grammars.compiled(asked, root))
         except SamplingParamsError as error:
-            self._failures[row] = error
+            self._refused[row] = error
             return
         self._followed[row] = followed
         self._begun = self._thread.submit(self._advance, [(row, followed, output.tolist())])
@@ -104,7 +107,7 @@ class GrammarRows:
     def remove(self, row: int) -> None:
         """Takes a row from the sequence that leaves."""
         self._followed.pop(row, None)
-        self._failures.pop(row, None)
+        self._refused.pop(row, None)
 
     def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Takes note of the tokens that joined the answers of these rows, one each, and begins the next masks."""
@@ -114,7 +117,12 @@ class GrammarRows:
     def failures(self, places: Sequence[int], rows: Sequence[int]) -> dict[int, Exception]:
         """Returns, by place, why rows cannot go on. `places` and `rows` belong together."""
         self._wait()
-        return {place: self._failures[row] for place, row in zip(places, rows, strict=True) if row in self._failures}
+        failures = ((place, self._failure(row)) for place, row in zip(places, rows, strict=True))
+        return {place: failure for place, failure in failures if failure is not None}
+
+    def _failure(self, row: int) -> SamplingParamsError | None:
+        followed = self._followed.get(row)
+        return self._refused.get(row) if followed is None else followed.failure
 
     def allowed(self) -> NDArray[np.uint32]:
         """Returns bits [max_rows, ceil(vocab_size / 32)]: which tokens may come next in each row."""
@@ -142,8 +150,8 @@ class GrammarRows:
                 stuck = f"{type(error).__name__}: {error}"
             if followed.is_complete:
                 self._bits[row] = self._end
-            if stuck is not None and self._followed.get(row) is followed:
-                self._failures[row] = SamplingParamsError(
+            if stuck is not None:
+                followed.failure = SamplingParamsError(
                     f"structured_outputs lead no further here: {stuck}; change or simplify them",
                     param="structured_outputs",
                 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, SerializeAsAny, model_validator
 
-from pagemill.errors import InvalidRequestError
+from pagemill.errors import InvalidRequestError, PagemillError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name
 from pagemill.server.protocol.generation import (
@@ -199,13 +199,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     def _check_nothing_else_constrains(self, what: str) -> None:
-        text_only = self.response_format is None or self.response_format.structured_outputs() is None
-        others = {
-            "fork_of": self.fork_of is not None,
-            "use_beam_search": bool(self.use_beam_search),
-            "structured_outputs": "structured_outputs" in self.given,
-            "response_format": not text_only,
-        }
+        others = {"fork_of": self.fork_of is not None, "use_beam_search": bool(self.use_beam_search)}
         for name, given in others.items():
             if given:
                 raise InvalidRequestError(
@@ -312,9 +306,19 @@ class ChatCompletionRequest(GenerationRequest):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
+    @property
+    def _has_form(self) -> bool:
+        form = self.response_format
+        return "structured_outputs" in self.given or (form is not None and form.type != "text")
+
+    def in_own_words(self, error: PagemillError) -> PagemillError:
+        if self._has_form and self.held_to_schemas is not None:
+            error.message = error.message.replace("structured_outputs cannot", "structured_outputs or tools cannot")
+        return super().in_own_words(error)
+
     def _own_names(self) -> dict[str, str]:
         names = {**super()._own_names(), "logprobs": "top_logprobs"}
-        if self.held_to_schemas is not None:
+        if self.held_to_schemas is not None and (self.forces_a_call or not self._has_form):
             names["structured_outputs"] = "tools"
         if self.max_tokens is None and self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"

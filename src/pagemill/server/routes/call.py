@@ -130,7 +130,7 @@ class Call(ABC, Generic[R]):
         choices = [
             self._choice(at, output).model_dump_json() for at, result in enumerate(results) for output in result.outputs
         ]
-        around = self.WHOLE(**self._head, choices=[], usage=usage_of(results), **self._beside(results))
+        around = self.WHOLE(**self._head, choices=[], usage=self._usage_of(results), **self._beside(results))
         return around.model_dump_json().replace('"choices":[]', f'"choices":[{",".join(choices)}]', 1).encode()
 
     async def events(self) -> AsyncGenerator[str, None]:
@@ -210,7 +210,7 @@ class Call(ABC, Generic[R]):
         """Returns the events that follow the answer."""
         if not self.request.include_usage:
             return []
-        return [event(self.CHUNK(**self._head, choices=[], usage=usage_of(self._results())))]
+        return [event(self.CHUNK(**self._head, choices=[], usage=self._usage_of(self._results())))]
 
     def _failure(self, error: PagemillError) -> str:
         """Returns the event that says why the answer broke off."""
@@ -380,6 +380,11 @@ class Call(ABC, Generic[R]):
             del result.outputs[self._num_choices :]  # a search brings its whole width
         return results
 
+    def _usage_of(self, results: Sequence[RequestOutput]) -> Usage:
+        requests = [stream.request for stream in self._streams if stream.request.asked.beam is None]
+        sampled = sum(len(each.output.token_ids) for request in requests for each in request.sequences)
+        return usage_of(results, sampled) if requests else usage_of(results)
+
     async def _close(self) -> None:
         """Gives back all that has been started, even if it is cancelled on the way."""
         if self._timer is not None:
@@ -422,10 +427,13 @@ async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
     return await asyncio.to_thread(function, *args) if size > MOST_HERE else function(*args)
 
 
-def usage_of(results: Sequence[RequestOutput]) -> Usage:
-    """Returns how many tokens the prompts and the choices of a call have."""
+def usage_of(results: Sequence[RequestOutput], sampled: int | None = None) -> Usage:
+    """Returns how many tokens the prompts of a call have, and its answers. sampled: tokens of all sequences, also of
+    those that `best_of` leaves out; None counts the choices'."""
     prompt = sum(len(result.prompt_token_ids) for result in results)
-    completion = sum(len(output.token_ids) for result in results for output in result.outputs)
+    completion = sampled
+    if completion is None:
+        completion = sum(len(output.token_ids) for result in results for output in result.outputs)
     cached = PromptTokensDetails(cached_tokens=sum(result.num_cached_tokens for result in results))
     return Usage(
         prompt_tokens=prompt,

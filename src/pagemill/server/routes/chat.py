@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pagemill.errors import InvalidRequestError, shown
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestOutput
+from pagemill.frontend.rates import Charge
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
@@ -29,6 +32,7 @@ from pagemill.server.protocol.tools import Called, CalledDelta, ToolCall, ToolCa
 from pagemill.server.routes.call import Call
 from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.answer.reader import AnswerPart, AnswerReader
+from pagemill.text.tool_messages import functions_of
 
 READ_LIKE_ONE = 50
 """Characters of answers with tool calls or reasoning that are read in the time in which one choice is written."""
@@ -62,19 +66,41 @@ class ChatCall(Call[ChatCompletionRequest]):
                     param="skip_special_tokens",
                 )
             params.skip_special_tokens = False
-        functions = self.request.held_to_schemas
-        if isinstance(params, SamplingParams) and functions is not None:
-            template = {**self._options, "tools": self._tools, "add_generation_prompt": True}
-            template["continue_final_message"] = False
-            grammar = self._answers.grammar(functions, forced=self.request.forces_a_call, template=template)
-            if len(grammar) > MAX_CHARACTERS:
-                raise InvalidRequestError(
-                    f"the tools' schemas make a grammar of {len(grammar)} characters, over {MAX_CHARACTERS}; make them "
-                    f"shorter, or leave strict out and set tool_choice to 'auto'",
-                    param="tools",
-                )
-            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
         return params
+
+    def _hold(self, params: SamplingParams, prompt: str | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Holds an answer to the form and the schemas that are asked for. prompt: None for a fork. tools: the prompt's;
+        beside a form, calls have any arguments where no schema is asked for."""
+        request, asked = self.request, params.structured_outputs
+        functions = request.held_to_schemas
+        if asked is not None and functions is None and request.max_tool_calls != 0:
+            functions = {name: {} for name in functions_of(tools)} or None
+        grammar = self._answers.grammar(
+            asked, functions, prompt=prompt, forced=request.forces_a_call, one_call=request.max_tool_calls == 1
+        )
+        if grammar is None:
+            return
+        if len(grammar) > MAX_CHARACTERS:
+            raise InvalidRequestError(
+                f"structured_outputs, with the tools' schemas, make a grammar of {len(grammar)} characters, over "
+                f"{MAX_CHARACTERS}; make schemas shorter, or leave strict out and set tool_choice to 'auto'",
+                param="structured_outputs",
+            )
+        params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+
+    async def _send(
+        self, prompt: Prompt, params: SamplingParams | BeamSearchParams, name: str, charge: Charge | None = None
+    ) -> None:
+        held = self.request.held_to_schemas is not None
+        if isinstance(params, SamplingParams) and (held or params.structured_outputs is not None):
+            assert isinstance(prompt, Mapping)
+            await asyncio.to_thread(self._hold, params, prompt["prompt"], self._tools)
+        await super()._send(prompt, params, name, charge)
+
+    async def _fork(self, origin_id: str, params: SamplingParams | BeamSearchParams) -> None:
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self._hold, params, None, self._tools)
+        await super()._fork(origin_id, params)
 
     async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:
         return await session.submit_chat(
@@ -84,6 +110,8 @@ class ChatCall(Call[ChatCompletionRequest]):
             priority=self.request.priority,
             lora_request=self._lora_request,
             max_tool_calls=self.request.max_tool_calls,
+            calls_only=self.request.forces_a_call,
+            on_prompt=partial(self._hold, params),
             tools=self._tools,
             **self._options,
         )
@@ -187,7 +215,7 @@ class ChatCall(Call[ChatCompletionRequest]):
             entries = [(self._bytes_of(token_id), entry) for token_id, entry in position.items()]
             likely = [_top(*entry) for entry in entries if entry[1].rank <= wanted]
             likely.sort(key=lambda entry: -entry.logprob)
-            content.append(TokenLogprob(**_top(*entries[0]).model_dump(), top_logprobs=likely))
+            content.append(TokenLogprob(**_top(*entries[0]).model_dump(), top_logprobs=likely[:wanted]))
         return ChatLogprobs(content=content)
 
 
@@ -210,7 +238,8 @@ def options_for(answers: AnswerFormats, request: ChatCompletionRequest) -> dict[
 
 
 def _finish_reason(output: CompletionOutput, reader: AnswerReader) -> str | None:
-    return "tool_calls" if output.finish_reason == "stop" and reader.num_calls else output.finish_reason
+    calls = output.finish_reason == "stop" and reader.num_calls and not reader.num_broken_calls
+    return "tool_calls" if calls else output.finish_reason
 
 
 def _top(spelling: bytes, entry: Logprob) -> TopLogprob:

@@ -17,6 +17,7 @@ from pagemill.server.protocol.response_items import (
     OutputText,
     Status,
 )
+from pagemill.text.answer.json_text import is_json
 from pagemill.text.answer.reader import AnswerPart, CallPart
 
 EVENT = TypeAdapter(dict[str, Any])
@@ -50,12 +51,13 @@ class ResponseOutput:
                 self._add_text(piece.text, logprobs)
 
     def close(self, status: Status = "completed") -> None:
-        """Closes the last item, if one is open."""
+        """Closes the last item, if one is open. A call whose arguments are not whole is incomplete."""
         if not self._open:
             return
         self._open = False
         item = self.items[-1]
-        item.status = status
+        broken = isinstance(item, OutputCall) and not is_json(item.arguments)
+        item.status = "incomplete" if broken else status
         if isinstance(item, OutputCall):
             self._tell_of("response.function_call_arguments.done", name=item.name, arguments=item.arguments)
         else:

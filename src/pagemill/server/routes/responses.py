@@ -76,6 +76,8 @@ class ResponseCall(ChatCall):
             *(chat.for_template(), params, self._id),
             priority=chat.priority,
             max_tool_calls=chat.max_tool_calls,
+            calls_only=chat.forces_a_call,
+            on_prompt=partial(self._hold, params),
             response=turn,
             lora_request=self._lora_request,
             tools=self._tools,

@@ -22,6 +22,7 @@ from pagemill.text.answer.json_text import (
     read_string,
     read_value,
 )
+from pagemill.text.answer.schema_types import type_of_json, types_of_property
 
 Functions = Mapping[str, Mapping[str, Any]]
 """The functions that may be called: the schema of each one's parameters by its name."""
@@ -177,7 +178,6 @@ class CallParser:
         yield from expect(feed, "<function=")
         name = self._check_name((yield from feed.run(_NAME)))
         yield from expect(feed, ">")
-        kinds = self._functions[name].get("properties")
         listener.begin_call(name)
         between, given = "{", set()
         while True:
@@ -189,8 +189,8 @@ class CallParser:
                 raise NotACallError
             given.add(key)
             value = yield from self._tagged_value()
-            schema = kinds.get(key) if isinstance(kinds, Mapping) else None
-            listener.add_arguments(f"{between}{as_json(key)}: {_typed(value, schema)}")
+            types = types_of_property(key, self._functions[name])
+            listener.add_arguments(f"{between}{as_json(key)}: {_typed(value, types)}")
             between = ", "
         listener.add_arguments("}" if given else "{}")
         yield from expect(feed, "</function>")
@@ -273,14 +273,15 @@ def _object_of(text: str) -> str:
     return text
 
 
-def _typed(text: str, schema: Any) -> str:
-    """Returns a parameter's text as JSON: what its schema says it is, and otherwise what it looks like."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string":
-        return as_json(text)
-    if kind == "boolean" and text.lower() in ("true", "false"):
-        return text.lower()
-    return text.strip() if is_json(text) else as_json(text)
+def _typed(text: str, types: set[str]) -> str:
+    """Returns a parameter's text as JSON: what it looks like, but where strings are allowed and that is not. types:
+    what its schema allows; none where that does not say."""
+    bare = text.strip()
+    if "boolean" in types and bare.lower() in ("true", "false"):
+        return bare.lower()
+    if is_json(text) and ("string" not in types or type_of_json(bare) in types - {"string"}):
+        return bare
+    return as_json(text)
 
 
 def _arguments_of_call(text: str) -> str:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from pagemill.errors import InvalidRequestError
+from pagemill.sampling.literals import check_literals
+from pagemill.sampling.structured import StructuredOutputsParams
 from pagemill.text.answer.calls import Functions
 from pagemill.text.answer.formats import (
     REASONING,
@@ -18,7 +20,7 @@ from pagemill.text.answer.formats import (
     reasoning_of,
     tool_calls_of,
 )
-from pagemill.text.answer.grammar import grammar_of_call, grammar_of_text_and_calls
+from pagemill.text.answer.grammar import Calls, grammar_of_call, grammar_of_form, grammar_of_text_and_calls
 from pagemill.text.answer.json_text import is_json
 from pagemill.text.answer.reader import AnswerReader
 from pagemill.text.chat_template import NO_PLACE
@@ -106,25 +108,41 @@ class AnswerFormats:
         """Returns the variables of the chat template that are options: no part of a conversation, and no token."""
         return self._tokenizer.template_reads(tools=False) - PARTS_OF_CONVERSATIONS
 
-    def grammar(self, functions: Functions, *, forced: bool, template: Mapping[str, Any]) -> str:
-        """Returns the grammar of an answer in which calls are of these functions, with arguments by their schemas.
+    def grammar(
+        self,
+        asked: StructuredOutputsParams | None,
+        functions: Functions | None,
+        *,
+        prompt: str | None,
+        forced: bool,
+        one_call: bool,
+    ) -> str | None:
+        """Returns the grammar of an answer; None where what is asked for says all.
 
-        forced: the answer is one call, behind the reasoning that the prompt begins where the chat template has these
-        options; otherwise it is text and any number of calls. Raises what `grammar_of_call` does.
+        asked: the form of an answer that is no calls. functions: those that calls are of, with arguments by their
+        schemas. prompt: the end of the text that is answered, at least; None where an answer goes on from another, and
+        there is no reasoning. forced: the answer is one call. one_call: it has one at most beside a form. Raises what
+        `grammar_of_call`, `grammar_of_text_and_calls`, `grammar_of_form` and `check_literals` do.
         """
-        form = self.tool_calls
-        assert form is not None
-        if not forced:
-            return grammar_of_text_and_calls(form, functions, self._tokenizer.parts_of)
-        reasoning = self.reasoning if self._begins_with_reasoning(template) else None
-        return grammar_of_call(form, functions, self._tokenizer.parts_of, reasoning)
+        words, form, reasoning = self._tokenizer.parts_of, self.tool_calls, self.reasoning
+        has_begun = prompt is not None and self._begins_reasoning(prompt)
+        if functions is not None and (forced or asked is None):
+            assert form is not None
+            if not forced:
+                return grammar_of_text_and_calls(form, functions, words)
+            return grammar_of_call(form, functions, words, reasoning if has_begun else None)
+        if prompt is None or (reasoning and prompt.rstrip().endswith(reasoning.end) and not has_begun):
+            reasoning = None
+        if asked is None or (reasoning is None and functions is None):
+            return None
+        check_literals(asked, self._tokenizer.missing_characters)
+        calls = None if form is None or functions is None else Calls(form, functions, one_call)
+        return grammar_of_form(asked, words, reasoning, calls, has_begun=has_begun)
 
-    def _begins_with_reasoning(self, template: Mapping[str, Any]) -> bool:
-        """Returns whether prompts end with the mark that begins reasoning, or need none."""
-        if self.reasoning is None or self.reasoning.always:
-            return self.reasoning is not None
-        text = self._tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **template)
-        return text.rstrip().endswith(self.reasoning.begin)
+    def _begins_reasoning(self, prompt: str) -> bool:
+        """Returns whether a prompt ends with the mark that begins reasoning, or need not."""
+        reasoning = self.reasoning
+        return reasoning is not None and (reasoning.always or prompt.rstrip().endswith(reasoning.begin))
 
     def needs_special_tokens(self, with_tools: bool) -> bool:
         """Returns whether marks that must be read are special tokens, which texts leave out otherwise."""
@@ -150,12 +168,11 @@ class AnswerFormats:
         """
         form = self.tool_calls if tools and max_calls != 0 else None
         length = (form and form.call_id_length) or _CALL_ID_LENGTH
-        opened = self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
         return AnswerReader(
             form,
             functions_of(tools),
             self.reasoning,
-            reasons_from_start=opened,
+            reasons_from_start=self._begins_reasoning(prompt),
             call_id=lambda number: _call_id(f"{answer_id}/{number}", length),
             max_calls=max_calls,
             calls_only=calls_only,

@@ -79,6 +79,8 @@ class AnswerReader:
         max_calls: leaves out all calls behind so many; None for none. calls_only: the answer is made to be a call, so
         that what is none is the beginning of one that was cut, and no content."""
         self.num_calls = 0
+        self.num_broken_calls = 0
+        """Calls among those that are given of which no end has come."""
         self._functions = functions
         self._reasoning_format = reasoning
         self._reasons_from_start = reasons_from_start or (reasoning is not None and reasoning.always)
@@ -158,6 +160,7 @@ class AnswerReader:
         index = self.num_calls
         self.num_calls += 1
         if self._wanted:
+            self.num_broken_calls += 1
             self._begin_piece(CallPart(index, self._call_id(index), name))
 
     def add_arguments(self, text: str) -> None:
@@ -175,6 +178,7 @@ class AnswerReader:
 
     def end_call(self) -> None:
         self._feed.take_back()
+        self.num_broken_calls -= self._wanted
 
     @property
     def _wanted(self) -> bool:
