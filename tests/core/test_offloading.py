@@ -16,9 +16,7 @@ from device_tier import DeviceTier
 from pagemill.distributed.replica import split_digests
 from pagemill.engine import tiers as engine_tiers
 from pagemill.engine.messages import DIGEST_BYTES
-from pagemill.errors import ConfigError
 from pagemill.executor import backend
-from pagemill.kvcache import host_store
 from pagemill.kvcache.layout import layer_major
 from pagemill.kvcache.load_time import LoadTime
 from pagemill.kvcache.offload_tiers import OffloadTiers
@@ -26,7 +24,6 @@ from pagemill.memory.digest import extend_chain
 from pagemill.memory.work import MemoryWork
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import StepPlan
-from pagemill.tenant_limits import TenantLimits
 from shallow import FRAME_BYTES
 
 pytestmark = pytest.mark.shallow
@@ -258,27 +255,6 @@ def test_broken_blocks_are_computed_again(kept, conversations, expected, make_en
     core.close()
 
 
-@pytest.mark.parametrize("compression", ["off", "zstd"])
-def test_a_host_tier_below_one_block_is_refused(make_engine, compression):
-    with pytest.raises(ConfigError, match="kv_host_memory is 1000, but one block takes"):
-        make_engine(**SMALL, kv_host_memory=1000, kv_host_compression=compression)
-
-
-@pytest.mark.parametrize("path", ["/proc/x", __file__, f"{__file__}/kv", "~nobody-of-this-name/kv"])
-def test_a_bad_folder_is_refused_by_its_name(make_engine, path):
-    with pytest.raises(ConfigError, match=f"kv_disk_path is '{path}', .*; name another one") as caught:
-        make_engine(**SMALL, kv_disk_memory="1GiB", kv_disk_path=path)
-    assert caught.value.param == "kv_disk_path"
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_tier_that_would_hold_nothing_is_refused(make_engine, tmp_path, tier):
-    setting = {"kv_host_memory": "64MiB"} if tier == "host" else {"kv_disk_memory": "64MiB", "kv_disk_path": tmp_path}
-    with pytest.raises(ConfigError, match=r"is '64MiB', but without prefix caching .* leave kv_") as caught:
-        make_engine(**SMALL, **{name: str(value) for name, value in setting.items()}, enable_prefix_caching=False)
-    assert caught.value.param == f"kv_{tier}_memory"
-
-
 def test_a_share_of_the_disk_counts_what_the_store_has_of_it(conversations, make_engine, tmp_path, monkeypatch):
     """Else each start would leave less of it, and the store would be cut."""
     usage, room = shutil.disk_usage(tmp_path), 100 * SLOT_BYTES
@@ -330,61 +306,11 @@ def test_room_is_foreseen_unless_host_memory_holds_as_much_as_the_pool(crowd, ma
     core.close()
 
 
-@pytest.mark.parametrize(
-    ("blocks", "free", "gpus", "settings"),
-    [
-        (30, 60, 0, {}),
-        (0, 59, 0, {}),
-        (30, 120, 2, {}),
-        (0, 119, 2, {}),
-        (0, 120, 0, {"own_memory": False}),
-        (0, 120, 0, {"enable_prefix_caching": False}),
-        (0, 120, 0, {"kv_host_memory": "0"}),
-        (10, 0, 9, {"kv_host_memory": 10 * FRAME_BYTES}),
-    ],
-    ids=str,
-)
-def test_host_memory_of_the_pools_size_is_the_default_beside_a_gpu(
-    make_engine, monkeypatch, blocks, free, gpus, settings
-):
-    """If half of what is free, shared with the machine's other GPUs, has room for it."""
-    monkeypatch.setattr(engine_tiers, "host_memory", lambda: (free * FRAME_BYTES, 1 << 40))
-    monkeypatch.setattr(engine_tiers, "num_gpus", lambda: gpus)
-    core = make_engine(**SMALL | {"own_memory": True} | settings)
-    assert core.ready.host_bytes == blocks * FRAME_BYTES
-    assert ("MiB of host memory for evicted blocks" in core.ready.description) == (blocks > 0)
-    core.close()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_start_says_where_blocks_lie_and_what_the_disk_has_no_room_for(make_engine, tmp_path, caplog, shared):
-    settings = {"kv_disk_path": str(tmp_path), "kv_disk_shared": shared, "kv_host_memory": 10 * FRAME_BYTES}
-    core = make_engine(**SMALL, **settings, kv_disk_memory="1GiB")
-    core.close()
-    said = core.ready.description
-    assert f" MiB of host memory and up to 1.0 GiB on disk, in {tmp_path} for evicted blocks" in said
-    assert not caplog.messages
-    make_engine(**SMALL, **settings, kv_disk_memory="100PiB").close()
-    assert f"kv_disk_memory is 100PiB, and {tmp_path} has room for" in caplog.text
-
-
 def test_beside_a_gpu_what_is_preempted_goes_to_host_memory_by_default(crowd, make_engine):
     requests, expected = crowd
     core = make_engine(**SMALL | {"max_num_seqs": 6, "own_memory": True})
     assert drive(core, requests).tokens == expected.tokens
     assert core.stats().tier_blocks == {"host": 30}
-    core.close()
-
-
-def test_beside_a_gpu_an_engine_starts_without_host_memory_that_the_system_refuses(make_engine, monkeypatch, caplog):
-    def refuse(*given):
-        raise OSError("Cannot allocate memory")
-
-    monkeypatch.setattr(host_store, "private_memory", refuse)
-    core = make_engine(**SMALL, own_memory=True)
-    assert core.tiers is None
-    assert core.ready.host_bytes == 0
-    assert "no host memory for evicted KV blocks: the pool has 4 MiB, and" in caplog.text
     core.close()
 
 
@@ -515,12 +441,3 @@ def test_of_what_does_not_fit_on_disk_the_most_recent_is_kept(conversations, mak
 
     assert kept_of(conversations) == [0, 0, 0, 6, BLOCKS, BLOCKS]
     assert kept_of([conversations[4], conversations[0]]) == [BLOCKS, 0, 0, 0, BLOCKS, 6]
-
-
-def test_an_engine_that_is_refused_leaves_no_tier_open(tmp_path, make_engine):
-    wrong = {"tenants": {"a": TenantLimits(guaranteed_blocks=10**6)}}
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="1000000 blocks would be guaranteed"):
-            make_engine(**SMALL, kv_disk_memory="20MiB", kv_disk_path=str(tmp_path), **wrong)
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
