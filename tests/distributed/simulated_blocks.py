@@ -261,5 +261,5 @@ def simulate(monkeypatch, loop, links):
     for module in (block_server, tcp_peer):
         monkeypatch.setattr(module, "socket", links.as_module())
     monkeypatch.setattr(block_server, "threading", SimpleNamespace(Thread=Thread, Lock=block_server.threading.Lock))
-    monkeypatch.setattr(transfers, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(transfers, "started", Pool)
     monkeypatch.setattr(transfers, "LEAST_PIECE_BYTES", PIECE_BLOCKS * RECORD)
