@@ -35,7 +35,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def checker(tokenizer):
-    return GrammarChecker(tokenizer.special_texts, tokenizer.missing_characters)
+    return GrammarChecker(tokenizer.special_tokens, tokenizer.missing_characters)
 
 
 @pytest.mark.parametrize(

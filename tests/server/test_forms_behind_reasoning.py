@@ -146,6 +146,13 @@ def test_a_form_that_tokens_cannot_write_is_refused_behind_reasoning_too(client)
         assert error.value.param == "structured_outputs"
 
 
+@pytest.mark.parametrize("schema", ["{not json", "[" * 2000])
+def test_a_schema_that_is_not_json_is_refused_behind_reasoning_too(client, schema):
+    for tools in ({}, {"tools": [tool(strict=False)]}):
+        with pytest.raises(openai.BadRequestError, match="the schema is not JSON"):
+            answer(client, False, turns(THOUGHT), True, **tools, extra_body={"structured_outputs": {"json": schema}})
+
+
 def tool(strict):
     parameters = {"properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
     function = {"name": "get_weather", "parameters": {"type": "object", **parameters, "additionalProperties": False}}

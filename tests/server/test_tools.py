@@ -12,6 +12,8 @@ import jsonschema
 import openai
 import pytest
 
+from pagemill.frontend.input_processor import InputProcessor
+from pagemill.text.answer.of_model import AnswerFormats
 from scripted import END, say
 
 MODEL = "smollm2-135m"
@@ -247,6 +249,30 @@ def test_a_call_that_is_left_out_may_be_cut(client, says, stream):
     assert (len(message["tool_calls"]), reason) == (1, "tool_calls")
     ((message, reason),) = answers(client, stream)
     assert (len(message["tool_calls"]), reason) == (2, "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_with_whole_arguments_is_one_though_its_end_is_wrong(client, says, stream):
+    says(CALL.replace("}}", "}"))
+    ((message, reason),) = answers(client, stream)
+    (call,) = message["tool_calls"]
+    assert (call["function"]["arguments"], reason) == ('{"city": "Paris"}', "tool_calls")
+
+
+def test_a_turn_keeps_the_marks_of_calls_of_an_earlier_ones_tools(client, monkeypatch):
+    monkeypatch.setattr(AnswerFormats, "needs_special_tokens", lambda self, with_tools: with_tools)
+    process, skipped = InputProcessor.process, []
+
+    def recorded(self, prompt, params, *args, **kwargs):
+        skipped.append(params.skip_special_tokens)
+        return process(self, prompt, params, *args, **kwargs)
+
+    monkeypatch.setattr(InputProcessor, "process", recorded)
+    asked = {"max_tokens": 4, "extra_body": {"session_id": "marks", "ignore_eos": False}}
+    for tools in (TOOLS, None):
+        answers(client, False, **asked, tools=tools or openai.omit)
+    answers(client, False, max_tokens=4, tools=openai.omit)
+    assert skipped == [False, False, True]
 
 
 def test_the_example_calls_a_tool_and_answers(server, monkeypatch, capsys):

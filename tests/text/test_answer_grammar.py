@@ -6,7 +6,9 @@ import re
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from pagemill.errors import InvalidRequestError
+from pagemill.errors import InvalidRequestError, SamplingParamsError
+from pagemill.namespace import Namespace
+from pagemill.sampling.grammar import GrammarChecker
 from pagemill.sampling.structured import StructuredOutputsParams
 from pagemill.text.answer.formats import REASONING, TOOL_CALLS, ToolCallFormat
 from pagemill.text.answer.grammar import Calls, grammar_of_call, grammar_of_form, grammar_of_text_and_calls
@@ -81,6 +83,19 @@ def test_reasoning_goes_before_a_form(accepts, special):
         assert accepts(free, right)
     for wrong in (f'Hm.{end}{{"a": 1}}', f"{begin}Hm."):
         assert not accepts(free, wrong)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_form_behind_marks_of_any_number_passes_the_check_of_grammars(has_begun):
+    ids = {"<think>": 90_000, "</think>": 7}
+    asked = StructuredOutputsParams(json={"const": "<[90001]>"})
+    grammar = grammar_of_form(
+        asked, lambda text: [(text, ids.get(text))], REASONING["qwen3"], None, has_begun=has_begun
+    )
+    checker = GrammarChecker(ids, lambda text: "")
+    checker.check(StructuredOutputsParams(grammar=grammar), Namespace())
+    with pytest.raises(SamplingParamsError, match="90001"):
+        checker.check(StructuredOutputsParams(grammar="start: <[90001]>"), Namespace())
 
 
 @pytest.mark.parametrize("name", [name for name, form in TOOL_CALLS.items() if not form.bare])

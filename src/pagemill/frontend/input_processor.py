@@ -63,7 +63,7 @@ class InputProcessor:
         """What checks grammars; imported when the first request has one."""
         from pagemill.sampling.grammar import GrammarChecker
 
-        return GrammarChecker(self.tokenizer.special_texts, self.tokenizer.missing_characters)
+        return GrammarChecker(self.tokenizer.special_tokens, self.tokenizer.missing_characters)
 
     def process(
         self,

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
@@ -122,12 +122,14 @@ def why_stuck(matcher: LLMatcher) -> str:
 class GrammarChecker:
     """Tells whether grammars compile, and remembers it. Several threads may ask.
 
-    special_tokens: texts of the tokens that a grammar may name, as in `<|im_end|>`.
+    special_tokens: ids, by their texts, of the tokens that a grammar may name, as in `<|im_end|>` or `<[2]>`.
     missing_characters: returns the characters of a text that the model's tokens cannot write.
     """
 
-    def __init__(self, special_tokens: Sequence[str], missing_characters: Callable[[str], str]) -> None:
+    def __init__(self, special_tokens: Mapping[str, int], missing_characters: Callable[[str], str]) -> None:
         self._missing_characters = missing_characters
+        self._numbers = {str(token_id): number for number, token_id in enumerate(special_tokens.values(), 1)}
+        """Those of special tokens among the few tokens here."""
         self._vocabulary = LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))
         self._verdicts: OrderedDict[tuple[Namespace, Key], str | None] = OrderedDict()
 
@@ -147,17 +149,20 @@ class GrammarChecker:
 
     def _verdict(self, asked: StructuredOutputsParams) -> str | None:
         try:
-            compile_grammar(self._vocabulary, lark_of(asked))
+            compile_grammar(self._vocabulary, re.sub(r"(?<=<\[)\d+(?=\]>)", self._number, lark_of(asked)))
             check_literals(asked, self._missing_characters)
         except SamplingParamsError as error:
             return error.message
         return None
 
+    def _number(self, token_id: re.Match[str]) -> str:
+        return str(self._numbers.get(token_id[0], token_id[0]))
+
 
 class _Bytes:
     """A tokenizer whose tokens are an end, the special ones and all bytes."""
 
-    def __init__(self, special_tokens: Sequence[str]) -> None:
+    def __init__(self, special_tokens: Iterable[str]) -> None:
         special = [b"<|end of answer|>", *(text.encode() for text in special_tokens)]
         self.tokens = [*special, *(bytes([value]) for value in range(256))]
         self.special_token_ids = list(range(len(special)))

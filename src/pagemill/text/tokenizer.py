@@ -116,9 +116,10 @@ class Tokenizer:
         return dict(self._backend.get_vocab())
 
     @property
-    def special_texts(self) -> list[str]:
-        """The texts of special tokens, as grammars name them."""
-        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens: their ids by their texts, as grammars name them."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
 
     def to_json(self) -> str:
         """Returns the whole tokenizer in Hugging Face's form."""
@@ -259,8 +260,7 @@ class Tokenizer:
 
     def parts_of(self, text: str) -> list[tuple[str, int | None]]:
         """Returns a text cut into special tokens and what is between them: each part, with its id if it is one."""
-        added = self._backend.get_added_tokens_decoder().items()
-        special = {token.content: token_id for token_id, token in added if token.special}
+        special = self.special_tokens
         if not special:
             return [(text, None)]
         longest_first = sorted(special, key=len, reverse=True)

@@ -56,9 +56,14 @@ class ChatCall(Call[ChatCompletionRequest]):
         await super()._start()
 
     def _params(self) -> SamplingParams | BeamSearchParams:
-        """Returns parameters by which texts have the special tokens that mark tool calls or reasoning."""
         params = self.request.params()
-        if isinstance(params, SamplingParams) and self._answers.needs_special_tokens(bool(self._tools)):
+        if isinstance(params, SamplingParams):
+            self._keep_marks(params, self._tools)
+        return params
+
+    def _keep_marks(self, params: SamplingParams, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Leaves the special tokens in texts that mark tool calls or reasoning."""
+        if self._answers.needs_special_tokens(bool(tools)):
             if self.request.given.get("skip_special_tokens"):
                 raise InvalidRequestError(
                     "skip_special_tokens is true, but this model marks tool calls or reasoning by special tokens, "
@@ -66,16 +71,16 @@ class ChatCall(Call[ChatCompletionRequest]):
                     param="skip_special_tokens",
                 )
             params.skip_special_tokens = False
-        return params
 
     def _hold(self, params: SamplingParams, prompt: str | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Holds an answer to the form and the schemas that are asked for. prompt: None for a fork. tools: the prompt's;
         beside a form, calls have any arguments where no schema is asked for."""
-        request, asked = self.request, params.structured_outputs
+        request, asked, answers = self.request, params.structured_outputs, self._answers
         functions = request.held_to_schemas
-        if asked is not None and functions is None and request.max_tool_calls != 0:
+        may_call = request.max_tool_calls != 0 and (bool(self._tools) or answers.marks_calls)
+        if asked is not None and functions is None and may_call:
             functions = {name: {} for name in functions_of(tools)} or None
-        grammar = self._answers.grammar(
+        grammar = answers.grammar(
             asked, functions, prompt=prompt, forced=request.forces_a_call, one_call=request.max_tool_calls == 1
         )
         if grammar is None:
@@ -87,6 +92,11 @@ class ChatCall(Call[ChatCompletionRequest]):
                 param="structured_outputs",
             )
         params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+
+    def _hold_turn(self, params: SamplingParams, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Does the same for a session's turn, whose tools may be those of an earlier one."""
+        self._keep_marks(params, tools)
+        self._hold(params, prompt, tools)
 
     async def _send(
         self, prompt: Prompt, params: SamplingParams | BeamSearchParams, name: str, charge: Charge | None = None
@@ -111,7 +121,7 @@ class ChatCall(Call[ChatCompletionRequest]):
             lora_request=self._lora_request,
             max_tool_calls=self.request.max_tool_calls,
             calls_only=self.request.forces_a_call,
-            on_prompt=partial(self._hold, params),
+            on_prompt=partial(self._hold_turn, params),
             tools=self._tools,
             **self._options,
         )
@@ -238,7 +248,7 @@ def options_for(answers: AnswerFormats, request: ChatCompletionRequest) -> dict[
 
 
 def _finish_reason(output: CompletionOutput, reader: AnswerReader) -> str | None:
-    calls = output.finish_reason == "stop" and reader.num_calls and not reader.num_broken_calls
+    calls = output.finish_reason == "stop" and reader.num_calls and not reader.has_broken_call
     return "tool_calls" if calls else output.finish_reason
 
 

@@ -91,7 +91,7 @@ def _rules_of_marked_calls(form: ToolCallFormat, functions: Functions, words: Wo
     if form.bare:
         raise InvalidRequestError(
             f"this model's tool calls ({form.name}) begin without a mark, so that tools do not go with "
-            f"structured_outputs; leave one of them out",
+            f"structured_outputs; leave one of them out, or set tool_choice to 'none'",
             param="structured_outputs",
         )
     if form.written is None and not any(functions.values()):

@@ -135,14 +135,20 @@ class AnswerFormats:
             reasoning = None
         if asked is None or (reasoning is None and functions is None):
             return None
-        check_literals(asked, self._tokenizer.missing_characters)
         calls = None if form is None or functions is None else Calls(form, functions, one_call)
-        return grammar_of_form(asked, words, reasoning, calls, has_begun=has_begun)
+        grammar = grammar_of_form(asked, words, reasoning, calls, has_begun=has_begun)
+        check_literals(asked, self._tokenizer.missing_characters)
+        return grammar
 
     def _begins_reasoning(self, prompt: str) -> bool:
         """Returns whether a prompt ends with the mark that begins reasoning, or need not."""
         reasoning = self.reasoning
         return reasoning is not None and (reasoning.always or prompt.rstrip().endswith(reasoning.begin))
+
+    @property
+    def marks_calls(self) -> bool:
+        """Says whether calls are told from other text by marks."""
+        return self.tool_calls is not None and not self.tool_calls.bare
 
     def needs_special_tokens(self, with_tools: bool) -> bool:
         """Returns whether marks that must be read are special tokens, which texts leave out otherwise."""

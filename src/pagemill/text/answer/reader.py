@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pagemill.text.answer.calls import CallParser, Functions
 from pagemill.text.answer.feed import Feed, Marks, Waiting
 from pagemill.text.answer.formats import ReasoningFormat, ToolCallFormat
-from pagemill.text.answer.json_text import NotACallError
+from pagemill.text.answer.json_text import NotACallError, is_json
 
 _SPACE = " \t\r\n"
 
@@ -79,8 +79,9 @@ class AnswerReader:
         max_calls: leaves out all calls behind so many; None for none. calls_only: the answer is made to be a call, so
         that what is none is the beginning of one that was cut, and no content."""
         self.num_calls = 0
-        self.num_broken_calls = 0
-        """Calls among those that are given of which no end has come."""
+        self._broke_before = False
+        self._arguments: list[str] | None = None
+        """Texts of the last call's arguments; None before any."""
         self._functions = functions
         self._reasoning_format = reasoning
         self._reasons_from_start = reasons_from_start or (reasoning is not None and reasoning.always)
@@ -160,7 +161,7 @@ class AnswerReader:
         index = self.num_calls
         self.num_calls += 1
         if self._wanted:
-            self.num_broken_calls += 1
+            self._broke_before, self._arguments = self.has_broken_call, []
             self._begin_piece(CallPart(index, self._call_id(index), name))
 
     def add_arguments(self, text: str) -> None:
@@ -170,6 +171,8 @@ class AnswerReader:
         if not (self._pieces and isinstance(self._pieces[-1], CallPart)):
             self._begin_piece(CallPart(self.num_calls - 1))
         self._texts.append(text)
+        assert self._arguments is not None
+        self._arguments.append(text)
 
     def stream_arguments(self, on: bool) -> None:
         if not on:
@@ -178,7 +181,11 @@ class AnswerReader:
 
     def end_call(self) -> None:
         self._feed.take_back()
-        self.num_broken_calls -= self._wanted
+
+    @property
+    def has_broken_call(self) -> bool:
+        """Says whether the arguments of a call that is given are no JSON so far, because it was cut or went wrong."""
+        return self._broke_before or not (self._arguments is None or is_json("".join(self._arguments)))
 
     @property
     def _wanted(self) -> bool:
