@@ -39,7 +39,7 @@ MARKED = "gpu and not slow"
 NO_TESTS = 5
 """pytest's exit status where it finds no tests."""
 MINUTES = 6.0
-"""What either half may take: both fit into 15 minutes, with a machine's start."""
+"""Limits either half, so that both fit into 15 minutes with a machine's start."""
 LEAST_S = 10.0
 """Less time than this is not worth a start."""
 WORKERS = 16

@@ -1,4 +1,4 @@
-"""What engines with host memory or a disk for blocks say, choose and refuse at their start."""
+"""Engines with host memory or a disk say at their start where blocks lie, and refuse what cannot be."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_graphs_share_memory_until_all_of_them_have_ended(cuda: FakeCuda) -> Non
 def test_no_garbage_is_collected_while_a_graph_is_captured(
     cuda: FakeCuda, collects: bool, fails: Exception | None
 ) -> None:
-    """What is collected may call CUDA, which no capture survives."""
+    """Collected objects may call CUDA, which no capture survives."""
     seen = []
 
     def run() -> torch.Tensor:

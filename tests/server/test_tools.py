@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from pagemill.frontend.input_processor import InputProcessor
+from pagemill.text.answer.formats import TOOL_CALLS
 from pagemill.text.answer.of_model import AnswerFormats
 from scripted import END, say
 
@@ -273,6 +274,18 @@ def test_a_turn_keeps_the_marks_of_calls_of_an_earlier_ones_tools(client, monkey
         answers(client, False, **asked, tools=tools or openai.omit)
     answers(client, False, max_tokens=4, tools=openai.omit)
     assert skipped == [False, False, True]
+
+
+def test_tools_that_only_the_session_keeps_are_not_called_beside_a_form_if_calls_have_no_mark(client, monkeypatch):
+    form = {"response_format": {"type": "json_object"}, "max_tokens": 60, "temperature": 0}
+    session = {"session_id": "unmarked", "ignore_eos": False}
+    answers(client, False, tools=TOOLS, max_tokens=4, temperature=0, extra_body=session)
+    monkeypatch.setattr(AnswerFormats, "reasoning", property(lambda self: None))
+    monkeypatch.setattr(AnswerFormats, "tool_calls", property(lambda self: TOOL_CALLS["llama3_json"]))
+    ((message, _),) = answers(client, False, tools=openai.omit, extra_body=session, **form)
+    assert message["content"].startswith("{")
+    with pytest.raises(openai.BadRequestError, match="leave one of them out, or set tool_choice to 'none'"):
+        answers(client, False, tools=TOOLS, **form)
 
 
 def test_the_example_calls_a_tool_and_answers(server, monkeypatch, capsys):

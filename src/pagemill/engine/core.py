@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 
 from pagemill.config import EngineConfig
 from pagemill.engine import faults, intake, watching
@@ -192,14 +193,12 @@ class EngineCore:
         begun = time.monotonic()
         updates, self._ended = self._ended, []
         updates += self._loop.settle() + self._end_lost(set(), begun)
-        with self._loop.losing_all():
-            plan = self.scheduler.schedule(begun)
-            if plan is not None:
-                updates += self._loop.run(plan, begun)
-        if plan is None:
+        brought = self._loop.run(partial(self.scheduler.schedule, begun), begun)
+        if brought is None:
             self._save_evicted()
             updates += self._loop.drain() if self._loop.in_flight else self._wait_for_loads(begun)
             return refused + self._outputs(updates)
+        updates += brought
         self._was_stuck = False
         if self.config.check_invariants:
             self.memory.check()
@@ -428,8 +427,8 @@ class EngineCore:
         """Waits for all loads: those under way, and those that a plan has begun which came to nothing. No step is in
         flight."""
         if self.scheduler.num_loading and self.memory.has_copies:
-            plan = self.scheduler.state.batch.plan({})
-            self._ended += self._loop.run(plan, time.monotonic()) + self._loop.drain()
+            only_edits = partial(self.scheduler.state.batch.plan, {})
+            self._ended += (self._loop.run(only_edits, time.monotonic()) or []) + self._loop.drain()
         while self.scheduler.num_loading:
             self._start_loads()
             self._finish_loads(LOAD_WAIT_S)

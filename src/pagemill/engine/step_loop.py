@@ -79,20 +79,24 @@ class StepLoop:
     def drain(self) -> list[SequenceUpdate]:
         """Takes in all that is in flight. Raises as `run` does."""
         updates: list[SequenceUpdate] = []
-        with self.losing_all():
+        with self._losing_all():
             while self._flights:
                 updates += self._take_in()
         return updates
 
-    def run(self, plan: StepPlan, begun: float) -> list[SequenceUpdate]:
-        """Begins a step, and takes in the one before it, or itself where steps do not overlap.
+    def run(self, schedule: Callable[[], StepPlan | None], begun: float) -> list[SequenceUpdate] | None:
+        """Begins the step that `schedule` plans, and takes in the one before it, or itself where steps do not overlap.
+        Returns None, and does nothing, where it plans none.
 
         Whom a fault of a step ends is among the updates. Raises what is more than that (EngineDeadError, an interrupt);
         all in flight is lost then. begun: when the plan was begun.
         """
-        flight = SubmittedStep(plan, begun, time.monotonic())
-        self._flights.append(flight)
-        with self.losing_all():
+        with self._losing_all():
+            plan = schedule()
+            if plan is None:
+                return None
+            flight = SubmittedStep(plan, begun, time.monotonic())
+            self._flights.append(flight)
             try:
                 self._save_evicted()
                 lost = self._executor.apply(plan)
@@ -198,7 +202,7 @@ class StepLoop:
         return ended
 
     @contextlib.contextmanager
-    def losing_all(self) -> Iterator[None]:
+    def _losing_all(self) -> Iterator[None]:
         """Loses all plans in flight, those that nobody has begun too, with what is more than a fault of one of them."""
         try:
             yield

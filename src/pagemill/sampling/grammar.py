@@ -129,7 +129,7 @@ class GrammarChecker:
     def __init__(self, special_tokens: Mapping[str, int], missing_characters: Callable[[str], str]) -> None:
         self._missing_characters = missing_characters
         self._numbers = {str(token_id): number for number, token_id in enumerate(special_tokens.values(), 1)}
-        """Those of special tokens among the few tokens here."""
+        """Numbers that special tokens have among the few tokens here, by their ids as text."""
         self._vocabulary = LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))
         self._verdicts: OrderedDict[tuple[Namespace, Key], str | None] = OrderedDict()
 
