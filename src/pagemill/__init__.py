@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pagemill.draft_counts import DraftCounts as DraftCounts
     from pagemill.errors import PagemillError as PagemillError
     from pagemill.frontend.async_llm import AsyncLLM as AsyncLLM
+    from pagemill.frontend.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from pagemill.frontend.input_processor import TextPrompt as TextPrompt
+    from pagemill.frontend.input_processor import TokensPrompt as TokensPrompt
     from pagemill.frontend.llm import LLM as LLM
     from pagemill.frontend.outputs import BeamSearchOutput as BeamSearchOutput
     from pagemill.frontend.outputs import BeamSearchSequence as BeamSearchSequence
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from pagemill.frontend.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
     from pagemill.lora_request import LoRARequest as LoRARequest
     from pagemill.sampling.params import BeamSearchParams as BeamSearchParams
+    from pagemill.sampling.params import RequestOutputKind as RequestOutputKind
     from pagemill.sampling.params import SamplingParams as SamplingParams
     from pagemill.sampling.pooling_params import PoolingParams as PoolingParams
     from pagemill.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
@@ -38,6 +42,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _HOMES = {
     "LLM": "pagemill.frontend.llm",
     "AsyncLLM": "pagemill.frontend.async_llm",
+    "AsyncLLMEngine": "pagemill.frontend.async_llm",
     "BeamSearchOutput": "pagemill.frontend.outputs",
     "BeamSearchParams": "pagemill.sampling.params",
     "BeamSearchSequence": "pagemill.frontend.outputs",
@@ -54,9 +59,12 @@ _HOMES = {
     "PoolingParams": "pagemill.sampling.pooling_params",
     "RequestMetrics": "pagemill.frontend.outputs",
     "RequestOutput": "pagemill.frontend.outputs",
+    "RequestOutputKind": "pagemill.sampling.params",
     "SamplingParams": "pagemill.sampling.params",
     "StructuredOutputsParams": "pagemill.sampling.structured",
     "TenantLimits": "pagemill.tenant_limits",
+    "TextPrompt": "pagemill.frontend.input_processor",
+    "TokensPrompt": "pagemill.frontend.input_processor",
 }
 __all__ = [*_HOMES, "__version__"]
 

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from msgspec import Meta
 
@@ -257,6 +257,10 @@ class EngineConfig:
             self.speculative_config = "off"
         if self.speculative_config not in ("auto", "off"):
             self.speculative_config = SpeculativeConfig.read(self.speculative_config)
+        if self.seed is None:
+            self.seed = type(self).seed
+        if type(self.dtype).__module__ == "torch":
+            self.dtype = str(self.dtype).removeprefix("torch.")  # type: ignore[assignment]
         if isinstance(self.dtype, str):
             self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)  # type: ignore[assignment]
         if isinstance(self.attention_backend, str):
@@ -368,13 +372,20 @@ class EngineConfig:
 if TYPE_CHECKING:
     TenantsDict = dict[str, TenantLimits] | dict[str, dict[str, Any]]
 
+    class TorchDtype(Protocol):
+        """Stands for `torch.dtype`, for which nothing here imports torch."""
+
+        @property
+        def is_floating_point(self) -> bool: ...
+
     @dataclass(kw_only=True)
     class Settings(EngineConfig):
         """Declares what may be given for a config's fields, where that is more than what they hold then."""
 
         tokenizer: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         chat_template: str | os.PathLike[str] | None = None  # type: ignore[assignment]
-        dtype: Dtype | Literal["half", "float"] = "auto"  # type: ignore[assignment]
+        dtype: Dtype | Literal["half", "float"] | TorchDtype = "auto"  # type: ignore[assignment]
+        seed: int | None = 0  # type: ignore[assignment]
         kv_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         session_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         weights_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]

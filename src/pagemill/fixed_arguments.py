@@ -84,7 +84,6 @@ OF_SAMPLING: dict[str, Fixed] = {
     "truncate_prompt_tokens": Fixed((None,), "shortens no prompt"),
     "logits_processors": Fixed((None,), "runs no functions of callers in its engine"),
     "guided_decoding": Fixed((None,), "has it as structured_outputs=StructuredOutputsParams(...)"),
-    "output_kind": Fixed((None,), "returns whole outputs from LLM, and yields what is new from AsyncLLM"),
     "skip_reading_prefix_cache": Fixed((None, False), "looks every prompt up, except those with prompt_logprobs"),
     "flat_logprobs": Fixed((False,), "gives log probabilities as dicts"),
     "extra_args": Fixed((None,), "has no arguments of plug-ins"),

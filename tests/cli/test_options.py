@@ -12,7 +12,7 @@ from pagemill.cli.options import SAMPLING_FLAGS, engine_options, sampling_option
 from pagemill.cli.several_values import one_by_one
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, SamplingParamsError
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import RequestOutputKind, SamplingParams
 
 received: dict[str, Any] = {}
 
@@ -49,7 +49,7 @@ def _app():
 def test_only_what_was_given_is_passed_on():
     call()
     assert received["settings"] == {}
-    assert received["params"] == SamplingParams(temperature=0.25, max_tokens=9)
+    assert received["params"] == SamplingParams(temperature=0.25, max_tokens=9, output_kind=RequestOutputKind.DELTA)
 
 
 def test_values_arrive_with_their_types():
@@ -78,7 +78,9 @@ def test_values_arrive_with_their_types():
         "check_invariants": True,
         "seed": 0,
     }
-    assert received["params"] == SamplingParams(temperature=0.0, max_tokens=9, stop=["x", "y"], top_k=3)
+    assert received["params"] == SamplingParams(
+        temperature=0.0, max_tokens=9, stop=["x", "y"], top_k=3, output_kind=RequestOutputKind.DELTA
+    )
 
 
 @pytest.mark.parametrize(("text", "value"), [("60", 60.0), ("1e2", 100.0), ("auto", "auto"), ("off", "off")])

@@ -325,7 +325,7 @@ def test_a_lost_rank_ends_its_engine_and_is_a_restart(path, restarts):
     async def read(llm, params, begun=None):
         outputs = []
         async for output in llm.generate(prompt, params):
-            outputs += output.outputs[0].token_ids
+            outputs = output.outputs[0].token_ids
             if begun is not None:
                 begun.set()
         return outputs

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -14,13 +16,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pagemill import AsyncLLM, BeamSearchParams, SamplingParams, errors
+from pagemill import AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams, errors
 from pagemill.frontend import frontend, process_client
 from pagemill.kvcache.store_archive import list_stores
 from pagemill.tenant_limits import TenantLimits
 
-LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
-SHORT = SamplingParams(temperature=0.0, max_tokens=4)
+LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+SHORT = SamplingParams(temperature=0.0, max_tokens=4, output_kind=RequestOutputKind.DELTA)
 
 
 async def read(llm, prompt, params, *args, **kwargs):
@@ -38,7 +40,7 @@ def alive(pid):
 
 
 def test_deltas_add_up(served):
-    params = SamplingParams(n=2, seed=1, max_tokens=6, logprobs=0)
+    params = SamplingParams(n=2, seed=1, max_tokens=6, logprobs=0, output_kind=RequestOutputKind.DELTA)
     outputs = served.run(read(served.llm, "My name is", params, "the-id"))
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert {output.request_id for output in outputs} == {"the-id"}
@@ -51,6 +53,22 @@ def test_deltas_add_up(served):
         tokenizer = served.run(served.llm.tokenizer())
         assert "".join(new.text for new in deltas) == tokenizer.decode(tokens)
         assert deltas[-1].finish_reason == "length"
+    served.wait_until_idle()
+
+
+def test_outputs_hold_all_that_has_come_unless_others_are_asked_for(served):
+    params = SamplingParams(n=2, seed=1, max_tokens=6)
+    outputs = served.run(read(served.llm, "My name is", params))
+    assert len(outputs) > 1
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for before, after in itertools.pairwise(outputs):
+        for old, new in zip(before.outputs, after.outputs, strict=True):
+            assert new.text.startswith(old.text)
+            assert new.token_ids[: len(old.token_ids)] == old.token_ids
+    assert [len(output.token_ids) for output in outputs[-1].outputs] == [6, 6]
+    params = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    (only,) = served.run(read(served.llm, "My name is", params))
+    assert [each.token_ids for each in only.outputs] == [each.token_ids for each in outputs[-1].outputs]
     served.wait_until_idle()
 
 
@@ -72,7 +90,7 @@ class Reader:
 
 async def read_beside(llm, reader):
     """Returns the deltas that a reader beside the consumer has left for the consumer."""
-    stream = await llm.submit("My name is", SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    stream = await llm.submit("My name is", dataclasses.replace(LONG, max_tokens=20))
     stream.hand_to(reader)
     async with contextlib.aclosing(stream):
         return [output async for output in stream]
@@ -84,7 +102,7 @@ def test_a_reader_and_the_consumer_get_all_between_them(served):
     assert len(reader.taken) > 3
     assert len(left) > 3
     assert [output.finished for output in left] == [False] * (len(left) - 1) + [True]
-    whole = served.run(read(served.llm, "My name is", SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)))
+    whole = served.run(read(served.llm, "My name is", dataclasses.replace(LONG, max_tokens=20)))
     gotten = sorted(token for output in [*reader.taken, *left] for new in output.outputs for token in new.token_ids)
     assert gotten == sorted(token for output in whole for new in output.outputs for token in new.token_ids)
     served.wait_until_idle()
@@ -114,7 +132,9 @@ def test_the_best_of_several_come_once_at_the_end(served):
 
 def test_a_fork_answers_as_its_tokens_alone_and_shares_what_is_there(served):
     text = "Once upon a time, in a village by the sea, there lived an old man who"
-    params = SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.9, seed=4, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
 
     async def scenario():
         origin = await served.llm.submit(text, LONG, "origin")
@@ -211,7 +231,7 @@ def test_whoever_leaves_early_leaves_nothing_behind(served, how):
 
 def test_a_slow_consumer_gets_what_has_gathered_in_one_delta(served):
     async def slow():
-        stream = await served.llm.submit("Count:", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+        stream = await served.llm.submit("Count:", dataclasses.replace(LONG, max_tokens=8))
         await anext(stream)
         while not stream.request.finished:
             await asyncio.sleep(0.01)

@@ -12,7 +12,7 @@ from pagemill.errors import NonFiniteLogitsError
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.worker import Inline
-from pagemill.sampling.params import SamplingParams, TokenLogprobs
+from pagemill.sampling.params import RequestOutputKind, SamplingParams, TokenLogprobs
 from pagemill.sessions.store import SessionStore
 from pagemill.text.tokenizer import Tokenizer
 
@@ -28,7 +28,8 @@ class Running:
     """One request in a front end, with the engine's outputs given by hand. It is the front end's engine client too."""
 
     def __init__(self, tokenizer, **params):
-        request = EngineRequest(request_id="r", prompt_token_ids=[5, 6], params=SamplingParams(**params), arrival_s=1.0)
+        asked = SamplingParams(**{"output_kind": RequestOutputKind.DELTA, **params})
+        request = EngineRequest(request_id="r", prompt_token_ids=[5, 6], params=asked, arrival_s=1.0)
         self.state = RequestState(request, tokenizer, "prompt")
         self.frontend = Frontend(self, tokenizer, SessionStore(None, 1, None), "model", Inline(), {})
         self.stopped = []
@@ -54,7 +55,7 @@ def give_all(running, ids, per_step=1, **last):
         step = ids[start : start + per_step]
         fields = last if start + per_step >= len(ids) else {}
         running.give(step, **fields)
-        deltas.append(running.state.take_delta())
+        deltas.append(running.state.take())
     return deltas, [index for _, index in running.stopped]
 
 
@@ -81,9 +82,36 @@ def test_several_steps_between_two_reads_give_one_delta(tokenizer):
     ids = tokenizer.encode(TEXT)
     for token in ids[:4]:
         running.give([token])
-    delta = running.state.take_delta()
+    delta = running.state.take()
     assert delta.outputs[0].token_ids == ids[:4]
-    assert running.state.take_delta().outputs == []
+    assert running.state.take().outputs == []
+
+
+def test_cumulative_outputs_hold_all_that_has_come_and_stay_as_they_are(tokenizer):
+    running = Running(tokenizer, output_kind=RequestOutputKind.CUMULATIVE, n=2, logprobs=0)
+    one, two = tokenizer.encode("Paris is")[:2]
+    given = {token: [TokenLogprobs([token], [-1.0], 1)] for token in (one, two)}
+    running.give([one], logprobs=given[one], prompt_logprobs=[None])
+    first = running.state.take()
+    assert [output.token_ids for output in first.outputs] == [[one], []]
+    assert running.state.take().outputs == []
+    running.give([two], index=1, logprobs=given[two])
+    running.give([two], logprobs=given[two], finish_reason="length")
+    second = running.state.take()
+    assert [output.token_ids for output in second.outputs] == [[one, two], [two]]
+    assert [output.text for output in second.outputs] == ["Paris is", " is"]
+    assert [len(output.logprobs) for output in second.outputs] == [2, 1]
+    assert [len(output.logprobs) for output in first.outputs] == [1, 0]
+    assert first.outputs[0].token_ids == [one]
+    assert first.prompt_logprobs == second.prompt_logprobs == [None]
+
+
+def test_final_output_comes_once_at_the_end(tokenizer):
+    running = Running(tokenizer, output_kind=RequestOutputKind.FINAL_ONLY)
+    ids = tokenizer.encode(TEXT)
+    outputs, _ = give_all(running, ids, finish_reason="length")
+    assert [len(output.outputs) for output in outputs] == [0] * (len(ids) - 1) + [1]
+    assert outputs[-1].outputs[0].text == TEXT
 
 
 @pytest.mark.parametrize(("include", "expected"), [(False, TEXT[: TEXT.index("STOP")]), (True, "STOP")])
@@ -164,7 +192,7 @@ def test_log_probabilities(tokenizer):
         logprobs=[TokenLogprobs([first, second, first], [-2.0, -1.0, -2.0], 2)],
         prompt_logprobs=prompt_logprobs,
     )
-    delta = running.state.take_delta()
+    delta = running.state.take()
     (position,) = delta.outputs[0].logprobs
     assert list(position) == [first, second]
     assert (position[first].rank, position[first].decoded_token) == (2, "Paris")
@@ -172,7 +200,7 @@ def test_log_probabilities(tokenizer):
     assert delta.prompt_logprobs[0] is None
     assert delta.prompt_logprobs[1][6].rank == 5
     running.give([second], logprobs=[TokenLogprobs([second], [-0.5], 1)])
-    delta = running.state.take_delta()
+    delta = running.state.take()
     assert delta.prompt_logprobs is None
     assert delta.outputs[0].cumulative_logprob == -2.5
     assert len(delta.outputs[0].logprobs) == 1

@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from pagemill import LLM, BeamSearchParams, SamplingParams, errors
+from pagemill import LLM, BeamSearchParams, RequestOutputKind, SamplingParams, errors
 from shallow import FRAME_BYTES
 
 SETTINGS = {"dtype": "float32", "max_model_len": 640, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -250,7 +250,7 @@ def served_session(served):
     served.wait_until_idle()
 
 
-LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
 
 async def read(stream):

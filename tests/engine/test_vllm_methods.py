@@ -6,11 +6,21 @@ import typing
 
 import msgspec
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
-from pagemill import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
-from pagemill.errors import InvalidRequestError, UnknownArgumentError
+from pagemill import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLMEngine,
+    EngineArgs,
+    LoRARequest,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from pagemill.errors import ConfigError, InvalidRequestError, UnknownArgumentError
 from pagemill.frontend.metrics import metrics_of
 from pagemill.server.routes.metrics import Metrics
 
@@ -118,9 +128,28 @@ def test_vllms_arguments_of_calls_are_taken_where_they_ask_for_nothing(llm):
     assert llm.chat(messages, GREEDY, use_tqdm=False, chat_template_content_format="auto", lora_request=None)
 
 
+def test_prompts_and_settings_may_have_vllms_types(llm):
+    token_ids = llm.tokenizer.encode(PROMPT)
+    by_tokens = llm.generate(TokensPrompt(prompt_token_ids=token_ids), GREEDY, use_tqdm=False)
+    assert by_tokens[0].outputs == llm.generate(TextPrompt(prompt=PROMPT), GREEDY, use_tqdm=False)[0].outputs
+    assert EngineArgs("m", dtype=torch.float16).dtype == "float16"
+    assert EngineArgs("m", seed=None).seed == EngineArgs("m").seed
+    with pytest.raises(ConfigError, match="dtype is 'int8'; it must be one of"):
+        EngineArgs("m", dtype=torch.int8)
+
+
+def test_cloned_parameters_share_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0})
+    cloned = params.clone()
+    assert cloned == params
+    cloned.stop.append("b")
+    cloned.logit_bias[3] = 1.0
+    assert (params.stop, params.logit_bias) == (["a"], {1: 2.0})
+
+
 def test_async_engines_have_them_too():
     async def run():
-        async with AsyncLLM.from_engine_args(AsyncEngineArgs("smollm2-135m", **SETTINGS)) as llm:
+        async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs("smollm2-135m", **SETTINGS)) as llm:
             messages = [{"role": "user", "content": "What is the capital of France?"}]
             texts = [out.outputs[0].text async for out in llm.chat(messages, GREEDY, lora_request=None)]
             with pytest.raises(InvalidRequestError, match="no place"):
@@ -136,7 +165,7 @@ def test_async_engines_have_them_too():
             assert await llm.reset_prefix_cache() is True
             embedded = await llm.embed("Hello")
             assert embedded.outputs.hidden_size == len(embedded.outputs.embedding) == 576
-            return "".join(texts)
+            return texts[-1]
 
     assert "capital" in asyncio.run(run())
 

@@ -17,7 +17,7 @@ from pagemill.cli.bench_report import EngineFigures, Report, Sample
 from pagemill.cli.bench_workload import BenchWorkload, make_prompts, read_text
 from pagemill.cli.options import ModelArgument, engine_options, refuse_settings, run
 from pagemill.cli.remote import ApiKey
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from pagemill.frontend.async_llm import AsyncLLM
@@ -85,7 +85,9 @@ async def _bench(model: str, workload: BenchWorkload, corpus: str, settings: dic
         warm_up: Prompt = {"prompt_token_ids": prompts[0], "cache_salt": "warm-up"}
         await _ask(llm, warm_up, SamplingParams(max_tokens=2, temperature=0.0), "warm-up")
         before = await llm.stats()
-        params = SamplingParams(max_tokens=workload.output_len, ignore_eos=True, temperature=0.0)
+        params = SamplingParams(
+            max_tokens=workload.output_len, ignore_eos=True, temperature=0.0, output_kind=RequestOutputKind.DELTA
+        )
         started = time.perf_counter()
         samples = await send(prompts, workload, lambda number, prompt: _ask(llm, prompt, params, f"bench-{number}"))
         duration = time.perf_counter() - started

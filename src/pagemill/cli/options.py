@@ -27,7 +27,7 @@ from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.fixed_arguments import OF_ENGINES, Fixed
 from pagemill.frontend.supervisor import RestartLimits
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import RequestOutputKind, SamplingParams
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.logs.output import ServerLogs
@@ -123,7 +123,7 @@ def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
     flags = {name: declared[name]._replace(default=own.get(name, declared[name].default)) for name in SAMPLING_FLAGS}
 
     def collect(given: dict[str, Any]) -> SamplingParams:
-        return SamplingParams(**{**own, **given})
+        return SamplingParams(**{**own, **given}, output_kind=RequestOutputKind.DELTA)
 
     return lambda command: _with_options(command, "params", flags, "Sampling", collect, {})
 

@@ -197,9 +197,10 @@ class AsyncLLM(AsyncControls):
         tenant: str = DEFAULT_TENANT,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields what is new, as it comes; the last output is `finished`. Leaving the iterator aborts the request.
+        """Yields the answer as it comes; the last output is `finished`. Leaving the iterator aborts the request.
 
-        A beam search yields its sequences once, the best first, and so does `best_of`. A smaller `priority` is more
+        Each output holds all that has come so far, unless `SamplingParams.output_kind` asks for something else. A beam
+        search yields its sequences once, the best first, and so does `best_of`. A smaller `priority` is more
         urgent; `tenant` is whose the request is; `lora_request` is its LoRA adapter, which the engine loads with its
         first request. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
         """
@@ -417,3 +418,7 @@ class AsyncLLM(AsyncControls):
         self._loaded.set()
         if self._frontend is not None:
             self._frontend.fail(error)
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's older name."""

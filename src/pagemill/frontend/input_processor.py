@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from pagemill import errors
 from pagemill.arguments import as_list
@@ -34,6 +34,29 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Where a dict has both, the ids count and the text is only kept for the output. With `{"prompt": text, "suffix": text}`
 the answer is what stands between the two.
 """
+
+
+class _TextOptions(TypedDict, total=False):
+    suffix: str
+    cache_salt: str
+
+
+class TextPrompt(_TextOptions):
+    """A prompt as text, under vLLM's name."""
+
+    prompt: str
+
+
+class _TokensOptions(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(_TokensOptions):
+    """A prompt as token ids, under vLLM's name."""
+
+    prompt_token_ids: Sequence[int]
+
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "suffix")
 MAX_PRIORITY = 2**31 - 1

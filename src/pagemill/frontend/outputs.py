@@ -1,6 +1,6 @@
 """The outputs that a caller gets: RequestOutput and its parts, under vLLM's names.
 
-`LLM` returns whole outputs; `AsyncLLM` yields the same type holding only what is new since the last one.
+`LLM` returns whole outputs. `AsyncLLM` yields several of the same type for each request, see `RequestOutputKind`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """The sum over all tokens so far, also in a delta; None unless logprobs or the best of several were asked for."""
+    """The sum over all tokens so far, also in a delta. None unless logprobs or the best of several were asked for."""
     logprobs: list[LogprobsOfPosition] | None = None
     finish_reason: str | None = None
     """`"stop"`, `"length"`, `"abort"` or `"error"`; None while it runs."""
@@ -99,7 +99,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt, or, from `AsyncLLM`, what is new of it."""
+    """The answer to one prompt. From `AsyncLLM`, what `RequestOutputKind` says of it."""
 
     request_id: str
     prompt: str | None

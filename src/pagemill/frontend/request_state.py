@@ -1,6 +1,6 @@
 """The state of requests: what the engine has brought, as text, log probabilities and finish reasons.
 
-`add` takes what a step has brought. `take_delta` returns what is new, `whole` everything that has come.
+`add` takes what a step has brought. `take` returns a stream's next output, `whole` everything that has come.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill.errors import PagemillError
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
 from pagemill.frontend.rates import Charge
 from pagemill.namespace import Namespace
-from pagemill.sampling.params import SamplingParams, TokenLogprobs
+from pagemill.sampling.params import RequestOutputKind, SamplingParams, TokenLogprobs
 from pagemill.sessions.record import SessionRecord
 from pagemill.text.detokenizer import Detokenizer
 from pagemill.text.stop import StopStrings
@@ -85,7 +85,7 @@ class SequenceState:
 
     @property
     def has_news(self) -> bool:
-        """True if `take_delta` has something to return."""
+        """True if something has come since `take_delta`."""
         return len(self.output.token_ids) > self._given_tokens or (self.finished and not self._given_end)
 
     def take_delta(self) -> CompletionOutput:
@@ -104,6 +104,12 @@ class SequenceState:
             error=output.error,
             kv_blocks=output.kv_blocks,
         )
+
+    def so_far(self) -> CompletionOutput:
+        """Returns all that has come, which later tokens do not change."""
+        output = self.output
+        logprobs = None if output.logprobs is None else [*output.logprobs]
+        return replace(output, token_ids=[*output.token_ids], logprobs=logprobs)
 
 
 class BestOf(NamedTuple):
@@ -165,14 +171,16 @@ class RequestState:
         """Counts it against its tenant's minute; None until it has been counted."""
         self.ends: Sequence[int] | None = None
         """Tokens that end its answer, which stands before a suffix; None for any other answer."""
-        self.final_only = best_of is not None
+        kind = asked.params.output_kind
+        self.final_only = best_of is not None or kind is RequestOutputKind.FINAL_ONLY
         """Whether there is news at the end alone."""
+        self._cumulative = kind is RequestOutputKind.CUMULATIVE
         self.has_given = False
-        """True once `take_delta` has returned a part of the answer: the request cannot begin again."""
+        """True once `take` has returned a part of the answer: the request cannot begin again."""
         self.num_sent = 0
         """Engines that it was sent to."""
         self.on_news: Callable[[], None] | None = None
-        """Called when `take_delta` has something to return, or when the request has failed."""
+        """Called when `take` has something to return, or when the request has failed."""
         self._failure: PagemillError | None = None
         self._best_of = best_of
         self.prompt = prompt
@@ -273,7 +281,7 @@ class RequestState:
 
     @property
     def has_undecoded_logprobs(self) -> bool:
-        """True if `take_delta` would look up the texts of a prompt's log probabilities, which may take long."""
+        """True if `take` would look up the texts of a prompt's log probabilities, which may take long."""
         return self._undecoded is not None
 
     def decode_prompt_logprobs(self) -> None:
@@ -291,8 +299,9 @@ class RequestState:
             while positions:
                 del positions[-POSITIONS_AT_ONCE:]
 
-    def take_delta(self) -> RequestOutput:
-        """Returns what is new since the last call; no outputs for nothing. Prompt log probabilities come once."""
+    def take(self) -> RequestOutput:
+        """Returns the next output, of the kind that was asked for; its `outputs` are empty where nothing is new. Of
+        deltas, the first has the prompt's log probabilities."""
         if self.final_only and not self.finished:
             return self._output([], None)
         self.decode_prompt_logprobs()
@@ -300,6 +309,8 @@ class RequestState:
             return self.whole()
         outputs = [sequence.take_delta() for sequence in self.sequences if sequence.has_news]
         self.has_given = self.has_given or bool(outputs)
+        if outputs and self._cumulative:
+            return self._output([sequence.so_far() for sequence in self.sequences], self._prompt_logprobs)
         prompt_logprobs = None if self._prompt_logprobs_given else self._prompt_logprobs
         self._prompt_logprobs_given = self._prompt_logprobs is not None
         return self._output(outputs, prompt_logprobs)

@@ -22,7 +22,8 @@ class DeltaReader(Protocol):
 
 
 class RequestStream:
-    """The answer to one request as it comes: an async iterator of deltas, for one consumer.
+    """The answer to one request as it comes, for one consumer: an async iterator of outputs, each of which holds what
+    `SamplingParams.output_kind` asks for.
 
     Raises the request's own error, or `EngineDeadError`. Leaving it early must be said with `close()`, or
     `contextlib.aclosing`. The last output of a session's turn is given once the session has the turn: an answer that
@@ -78,15 +79,15 @@ class RequestStream:
             if self.request.has_undecoded_logprobs:
                 owner, size = self.request.space.tenant, len(self.request.prompt_token_ids)
                 await self._frontend.worker.run_for(owner, size, self.request.decode_prompt_logprobs)
-            output = self.request.take_delta()
+            output = self.request.take()
         self._ended = output.finished
         if output.finished:
             await self._frontend.commit_turn(self.request)
         return output
 
     def hand_to(self, reader: DeltaReader) -> None:
-        """Lets a reader have what comes while the consumer waits, who is not woken for it. The consumer still gets what
-        the reader is not ready for, the end, and errors, also those that the reader raises."""
+        """Lets a reader of deltas have what comes while the consumer waits, who is not woken for it. The consumer still
+        gets what the reader is not ready for, the end, and errors, also those that the reader raises."""
         self._reader = reader
 
     def _tell(self) -> None:
@@ -103,7 +104,7 @@ class RequestStream:
         if self._reader is None or request.finished or request.error is not None or not self._reader.ready():
             return False
         try:
-            self._reader.take(request.take_delta())
+            self._reader.take(request.take())
         except Exception as error:
             self._reader_error = error
             return False

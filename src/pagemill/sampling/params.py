@@ -6,8 +6,10 @@ themselves what is wrong; `check_vocabulary` refuses what the model's vocabulary
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -60,6 +62,17 @@ Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _OFF_AT_0 = "0 switches it off"
 _OFF_AT_1 = "1 switches it off"
 _FLAG = "give True or False"
+
+
+class RequestOutputKind(IntEnum):
+    """What each output of a stream holds. `LLM` returns whole outputs, whatever is asked for."""
+
+    CUMULATIVE = 0
+    """All that has come so far, of all sequences."""
+    DELTA = 1
+    """What is new since the last output, of the sequences that have something new."""
+    FINAL_ONLY = 2
+    """The whole answer: there is one output, at the end."""
 
 
 @takes_fixed(OF_SAMPLING, SamplingParamsError)
@@ -158,6 +171,10 @@ class SamplingParams:
             "for example StructuredOutputsParams(choice=['yes', 'no'])",
         ),
     ] = None
+    output_kind: Annotated[
+        Annotated[RequestOutputKind, Meta(title="RequestOutputKind.CUMULATIVE, .DELTA or .FINAL_ONLY")],
+        about("What each output of `AsyncLLM` holds.", "DELTA gives what is new since the last one"),
+    ] = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: Annotated[
         list[list[TokenId]] | None, about("Made from bad_words; not for callers.", "use bad_words")
     ] = None
@@ -167,6 +184,10 @@ class SamplingParams:
         check_fields(self, SamplingParamsError)
         self._check_characters()
         self._check_contradictions()
+
+    def clone(self) -> SamplingParams:
+        """Returns a copy that shares nothing with these parameters."""
+        return copy.deepcopy(self)
 
     @property
     def greedy(self) -> bool:

@@ -24,7 +24,7 @@ from pagemill.errors import (
     UnknownArgumentError,
 )
 from pagemill.frontend.outputs import LogprobsOfPosition
-from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from pagemill.sampling.structured import OLDER_NAMES
 from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, Salt, Timeout, check_length
 from pagemill.server.protocol.response_format import ResponseFormat
@@ -63,7 +63,7 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 NOT_IN_REQUESTS = frozenset(
-    {"max_tokens", "logprobs", "prompt_logprobs", "beam_width", "detokenize", "bad_words_token_ids"}
+    {"max_tokens", "logprobs", "prompt_logprobs", "beam_width", "detokenize", "output_kind", "bad_words_token_ids"}
 )
 """Declared parameters for which requests have fields of their own, or none."""
 
@@ -287,7 +287,7 @@ class GenerationRequest(Parameters):
         for name in ONLY_SEARCHED:
             if name in given:
                 raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
-        return SamplingParams(**given)
+        return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
 
     def _search_params(self, given: dict[str, Any]) -> BeamSearchParams:
         """Returns a search with `best_of` beams, of which the best `n` are returned; vLLM's name for both is `n`."""
