@@ -45,6 +45,7 @@ from pagemill.speculative_config import SpeculativeConfig
         ("kv_cache_dtype", "int3"),
         ("device", 0),
         ("hf_overrides", "{}"),
+        ("default_chat_template_kwargs", "{}"),
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
         ("kv_compaction", "on"),
@@ -160,6 +161,7 @@ def test_a_speculative_config_may_be_a_dict_or_off_and_is_chosen_by_default():
 
 def test_no_overrides_may_be_said_with_none():
     assert EngineConfig(model="m", hf_overrides=None).hf_overrides == {}
+    assert EngineConfig(model="m", default_chat_template_kwargs=None).default_chat_template_kwargs == {}
 
 
 @pytest.mark.parametrize("name", OF_ENGINES)

@@ -65,6 +65,10 @@ class EngineConfig:
     chat_template: Annotated[
         str | None, about("File of a Jinja template, or its source. Default: the model's own chat template.")
     ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any],
+        about("JSON object of the chat template's variables, for requests that do not set them: enable_thinking, say."),
+    ] = field(default_factory=dict)
     tool_call_parser: Annotated[
         ToolCallParser, about("How the model writes tool calls. Default: told by the chat template.")
     ] = "auto"
@@ -244,9 +248,11 @@ class EngineConfig:
     ] = False
 
     def __post_init__(self) -> None:
-        self.hf_overrides = {} if self.hf_overrides is None else self.hf_overrides
-        if not isinstance(self.hf_overrides, dict):  # msgspec takes a tensor for a mapping
-            raise ConfigError(f"hf_overrides is {shown(self.hf_overrides)}; it must be a dict", param="hf_overrides")
+        for name in ("hf_overrides", "default_chat_template_kwargs"):
+            if (value := getattr(self, name)) is None:
+                setattr(self, name, {})
+            elif not isinstance(value, dict):  # msgspec takes a tensor for a mapping
+                raise ConfigError(f"{name} is {shown(value)}; it must be a dict", param=name)
         for name in ("model", "tokenizer", "chat_template", "kv_disk_path", "session_path", "weights_disk_path"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(value))
@@ -390,6 +396,7 @@ if TYPE_CHECKING:
         session_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         weights_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         hf_overrides: dict[str, Any] | None = None  # type: ignore[assignment]
+        default_chat_template_kwargs: dict[str, Any] | None = None  # type: ignore[assignment]
         speculative_config: SpeculativeConfig | dict[str, Any] | Literal["auto", "off"] | None = "auto"  # type: ignore[assignment]
         tenants: str | os.PathLike[str] | TenantsDict = field(default_factory=dict)  # type: ignore[assignment]
 else:

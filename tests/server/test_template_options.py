@@ -3,6 +3,8 @@
 import openai
 import pytest
 
+from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError
 from pagemill.text.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
@@ -110,9 +112,28 @@ def test_a_variable_may_be_named_as_something_else_of_the_request(client, prompt
     assert prompts == ["<odd/>" + USER + ASSISTANT] * 2
 
 
+def test_defaults_of_the_server_hold_where_a_request_says_nothing():
+    def written(**given):
+        return tokenizer.apply_chat_template(ASKED["messages"], **given)
+
+    how = {"chat_template": TEMPLATE, "default_chat_template_kwargs": {"mood": "glad", "enable_thinking": False}}
+    tokenizer = Tokenizer.load(EngineConfig(MODEL, **how))
+    assert written() == "<mood>glad</mood>" + USER + ASSISTANT
+    assert written(chat_template_kwargs={"mood": "sad"}) == "<mood>sad</mood>" + USER + ASSISTANT
+    assert written(mood="sad") == "<mood>sad</mood>" + USER + ASSISTANT
+    for wrong, said in (("mod", "default_chat_template_kwargs has 'mod'"), ("tools", "an argument of its own")):
+        with pytest.raises(ConfigError, match=said) as error:
+            Tokenizer.load(EngineConfig(MODEL, chat_template=TEMPLATE, default_chat_template_kwargs={wrong: 1}))
+        assert error.value.param == "default_chat_template_kwargs"
+
+
 def test_a_template_without_a_place_for_it_takes_no_effort(served):
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         assert client.chat.completions.create(**ASKED, reasoning_effort="none").choices
+        off = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
+        assert client.chat.completions.create(**ASKED, extra_body=off).choices
+        with pytest.raises(openai.BadRequestError, match="does not read"):
+            client.chat.completions.create(**ASKED, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
         with pytest.raises(openai.BadRequestError, match="does not read it") as error:
             client.chat.completions.create(**ASKED, reasoning_effort="low")
         assert error.value.param == "reasoning_effort"

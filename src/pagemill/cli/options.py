@@ -59,8 +59,9 @@ def engine_options(command: Command, **described: str) -> Command:
     """
 
     def collect(given: dict[str, Any]) -> dict[str, Any]:
-        if "hf_overrides" in given:
-            given["hf_overrides"] = _json_object("hf_overrides", given["hf_overrides"])
+        for name in ("hf_overrides", "default_chat_template_kwargs"):
+            if name in given:
+                given[name] = _json_object(name, given[name])
         if given.get("speculative_config") not in (None, "auto", "off"):
             words = """auto, off or a JSON object such as '{"method": "ngram"}'"""
             given["speculative_config"] = _json_object("speculative_config", given["speculative_config"], words)

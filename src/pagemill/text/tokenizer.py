@@ -53,6 +53,8 @@ class Tokenizer:
         self.pad_token_id = settings.pad_token_id
         self.chat_template = settings.chat_template
         """The source of the model's template, or several by name, or None."""
+        self.template_defaults: dict[str, Any] = {}
+        """What the chat template is given where a caller does not."""
         self.fingerprint = settings.fingerprint
         """A digest of the whole tokenizer: if it is equal, equal token ids mean equal texts."""
         self.answers = AnswerFormats(self, "auto", "auto")
@@ -66,12 +68,14 @@ class Tokenizer:
     def load(cls, config: EngineConfig) -> Tokenizer:
         """Returns an engine's tokenizer: `config.tokenizer`, else the model's own, with `config.chat_template`, if that
         is set, and the formats of answers that it asks for. Raises what `from_path` does, and `ConfigError` or
-        `TokenizerError` for a chat template that is missing or wrong."""
+        `TokenizerError` for a chat template that is missing or wrong, or does not read what it shall be given."""
         tokenizer = cls.named(config.tokenizer) if config.tokenizer else cls.from_path(config.model)
         if config.chat_template is not None:
             tokenizer.chat_template = _template_of(config.chat_template, tokenizer.chat_template)
             tokenizer.check_chat_template()
         tokenizer.answers = AnswerFormats(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        if config.default_chat_template_kwargs:
+            tokenizer.template_defaults = _checked_defaults(tokenizer, config.default_chat_template_kwargs)
         tokenizer.fewest_tokens("")  # is built here: it takes 20 ms in one piece, which running streams would notice
         return tokenizer
 
@@ -199,7 +203,9 @@ class Tokenizer:
         known = OPTIONS | compiled.reads
         for name in options.keys() - known:
             raise UnknownArgumentError.of("the chat template", name, known)
-        return compiled.render(messages, **options | _own_variables(chat_template_kwargs))
+        return compiled.render(
+            messages, **{**self.template_defaults, **options, **_own_variables(chat_template_kwargs)}
+        )
 
     def check_chat_template(self) -> None:
         """Raises `TokenizerError` if the chat template does not parse, or if there is none."""
@@ -335,6 +341,17 @@ def read_template(given: str) -> str:
             f"file",
             param="chat_template",
         ) from error
+
+
+def _checked_defaults(tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the setting `default_chat_template_kwargs`. Raises ConfigError for what the template does not read."""
+    try:
+        defaults = _own_variables(given)
+        tokenizer.answers.check_options(defaults)
+    except InvalidRequestError as error:
+        name = "default_chat_template_kwargs"
+        raise ConfigError(error.message.replace("chat_template_kwargs", name), param=name) from None
+    return defaults
 
 
 def _own_variables(given: Any) -> dict[str, Any]:

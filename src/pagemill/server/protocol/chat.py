@@ -342,12 +342,13 @@ class ChatLogprobs(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """content: None where there are only tool calls."""
+    """content: None where there are only tool calls. Reasoning has two names: clients read either."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -373,6 +374,7 @@ class PartsDelta(Delta):
     """What is new beside content."""
 
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

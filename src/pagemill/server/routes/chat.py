@@ -156,7 +156,8 @@ class ChatCall(Call[ChatCompletionRequest]):
             for call in answer.calls
         ]
         message = AnswerMessage(content=answer.content if answer.content or not calls else None)
-        message.reasoning_content = (answer.reasoning or None) if self.request.include_reasoning else None
+        message.reasoning = (answer.reasoning or None) if self.request.include_reasoning else None
+        message.reasoning_content = message.reasoning
         message.tool_calls = calls or None
         return ChatChoice(
             index=output.index,
@@ -213,7 +214,10 @@ class ChatCall(Call[ChatCompletionRequest]):
             )
             for call in part.calls
         ]
-        return PartsDelta(content=part.content or None, reasoning_content=reasoning or None, tool_calls=calls or None)
+        thought = reasoning or None
+        return PartsDelta(
+            content=part.content or None, reasoning_content=thought, reasoning=thought, tool_calls=calls or None
+        )
 
     def _logprobs(self, positions: Sequence[LogprobsOfPosition] | None) -> ChatLogprobs | None:
         """Returns the chosen token of each position, with as many of the most likely ones as were asked for."""

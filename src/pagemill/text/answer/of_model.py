@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -37,6 +37,9 @@ PARTS_OF_CONVERSATIONS = frozenset(
     }
 )
 """Variables of chat templates that are no options."""
+
+SWITCHES_OF_REASONING = frozenset({"enable_thinking", "thinking"})
+"""Options of chat templates; clients send False to any model, whether its template reads it or not."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _CALL_ID_LENGTH = 22
@@ -76,10 +79,11 @@ class AnswerFormats:
                 param="tools",
             )
 
-    def check_options(self, names: Iterable[str]) -> None:
-        """Raises `InvalidRequestError` for an option that the model's chat template does not read."""
-        for name in names:
-            if name not in self._options_read:
+    def check_options(self, given: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequestError` for an option that the model's chat template does not read, unless it asks such
+        a model not to reason."""
+        for name, value in given.items():
+            if name not in self._options_read and not (name in SWITCHES_OF_REASONING and value is False):
                 known = f"; it reads {', '.join(sorted(self._options_read))}" if self._options_read else ""
                 raise InvalidRequestError(
                     f"chat_template_kwargs has {name!r:.128}, which this model's chat template does not read{known}; "
