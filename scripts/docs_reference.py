@@ -26,7 +26,7 @@ from pagemill import (
 from pagemill.arguments import arguments_of
 from pagemill.cli.app import app
 from pagemill.engine.stats import EngineStats, TenantStats
-from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING
+from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING, OF_SERVERS
 from pagemill.server.routes.metrics import Metrics
 from pagemill.speculative_config import SpeculativeConfig
 
@@ -110,7 +110,8 @@ def settings() -> Iterator[str]:
     yield "## vLLM's arguments that leave no choice\n"
     yield "They are accepted with these values, which ask for what pagemill does anyway, so that snippets run as they"
     yield "are. A value in the last column is accepted with a warning; any other is refused.\n"
-    for title, fixed in (("Settings", OF_ENGINES), ("`SamplingParams`", OF_SAMPLING), ("Calls", OF_CALLS)):
+    tables = {"Settings": OF_ENGINES, "Flags of `pagemill serve`": OF_SERVERS}
+    for title, fixed in (tables | {"`SamplingParams`": OF_SAMPLING, "Calls": OF_CALLS}).items():
         yield f"### {title}\n"
         rows = [
             (code(name), f"pagemill {one.what}", *(", ".join(map(code, map(repr, values))) for values in one[::2]))

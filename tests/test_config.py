@@ -15,6 +15,7 @@ from pagemill.config import EngineConfig, config_for
 from pagemill.errors import ConfigError, InvalidRequestError, SamplingParamsError, UnknownArgumentError
 from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING
 from pagemill.kvcache.sizing import check_sizes
+from pagemill.names_elsewhere import PYTHON_NAMES
 from pagemill.speculative_config import SpeculativeConfig
 
 
@@ -249,6 +250,27 @@ def test_half_of_a_surrogate_pair_is_refused_by_name(name):
 def test_integers_fit_into_64_bits_and_numbers_are_finite(name, value, limit):
     with pytest.raises(ConfigError, match=f"^{name} is .*; it must be {re.escape(limit)}$"):
         EngineConfig(model="m", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "said"),
+    [
+        ("temprature", ["temperature", "top_p"], "did you mean 'temperature'?"),
+        ("zzz", ["temperature", "top_p"], "known arguments: temperature, top_p"),
+        ("zzz", [f"name_{i}" for i in range(40)], "leave it out"),
+        ("max_logprobs", ["max_loras"], "each token has 20 log probabilities at most; leave it out"),
+        ("grammar", ["grammar_", "grammar"], "did you mean 'grammar'?"),
+    ],
+)
+def test_an_unknown_argument_is_told_the_way_out(name, known, said):
+    assert str(UnknownArgumentError.of("a", name, known)) == f"a has no argument {name!r}; {said}"
+
+
+def test_names_of_vllm_are_told_what_they_are_here():
+    with pytest.raises(ImportError, match="pagemill has no GuidedDecodingParams; import StructuredOutputsParams"):
+        from pagemill import GuidedDecodingParams  # noqa: F401
+    for names in PYTHON_NAMES.values():
+        assert all(hasattr(pagemill, name) for name in re.findall(r"[A-Z]\w+", names))
 
 
 def test_what_is_known_twice_is_named_once():

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagemill.errors import PagemillError as PagemillError
     from pagemill.frontend.async_llm import AsyncLLM as AsyncLLM
     from pagemill.frontend.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from pagemill.frontend.input_processor import PromptType as PromptType
     from pagemill.frontend.input_processor import TextPrompt as TextPrompt
     from pagemill.frontend.input_processor import TokensPrompt as TokensPrompt
     from pagemill.frontend.llm import LLM as LLM
@@ -57,6 +58,7 @@ _HOMES = {
     "Logprob": "pagemill.frontend.outputs",
     "PagemillError": "pagemill.errors",
     "PoolingParams": "pagemill.sampling.pooling_params",
+    "PromptType": "pagemill.frontend.input_processor",
     "RequestMetrics": "pagemill.frontend.outputs",
     "RequestOutput": "pagemill.frontend.outputs",
     "RequestOutputKind": "pagemill.sampling.params",
@@ -73,6 +75,10 @@ def __getattr__(name: str) -> Any:
     """Names are imported when they are first used: `import pagemill` itself costs nothing."""
     home = _HOMES.get(name)
     if home is None:
+        from pagemill.names_elsewhere import PYTHON_NAMES
+
+        if name in PYTHON_NAMES:
+            raise ImportError(f"pagemill has no {name}; import {PYTHON_NAMES[name]} instead", name=name)
         raise AttributeError(f"module 'pagemill' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(home), name)
     return value

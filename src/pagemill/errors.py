@@ -7,9 +7,10 @@ starts; `StepFailedError` fails one request and leaves the others running.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import ClassVar
+
+from pagemill.names_elsewhere import way_out
 
 LONGEST_NAME = 128
 """Characters of an unknown name that a message shows."""
@@ -44,9 +45,7 @@ class UnknownArgumentError(InvalidRequestError, TypeError):
     @classmethod
     def of(cls, owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
         names, name = sorted(set(known)), name[:LONGEST_NAME]
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(names) or 'none'}"
-        return cls(f"{owner} has no argument {name!r}; {hint}", param=name)
+        return cls(f"{owner} has no argument {name!r}; {way_out(name, names)}", param=name)
 
 
 class EmptyPromptError(InvalidRequestError):

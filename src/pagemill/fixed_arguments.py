@@ -68,6 +68,10 @@ OF_ENGINES: dict[str, Fixed] = {
         ("vllm",), "samples by SamplingParams() where nothing is given, not by the model's file", ("auto",)
     ),
     "override_generation_config": Fixed((None,), "samples by SamplingParams() where nothing is given"),
+    "num_scheduler_steps": Fixed((1,), "plans every step by itself"),
+    "prefix_caching_hash_algo": Fixed(
+        ("sha256", "builtin", "sha256_cbor", "xxhash", "xxhash_cbor"), "names blocks by a digest of its own"
+    ),
     "num_gpu_blocks_override": Fixed((None,), "sizes the KV cache by kv_memory"),
     "calculate_kv_scales": Fixed((False,), "scales a KV cache in int8 by the token, and one in fp8 not at all"),
     "kv_transfer_config": Fixed((None,), "moves blocks by kv_host_memory and kv_disk_memory"),
@@ -78,6 +82,22 @@ OF_ENGINES: dict[str, Fixed] = {
     "logits_processors": Fixed((None,), "runs no functions of callers in its engine"),
 }
 """Arguments of `LLM(...)`, `AsyncLLM(...)` and of commands that start an engine."""
+
+OF_SERVERS: dict[str, Fixed] = {
+    "api_server_count": Fixed((1,), "serves HTTP by one process"),
+    "chat_template_content_format": Fixed(("auto", "string"), "gives templates each content as one text"),
+    "disable_frontend_multiprocessing": Fixed((False,), "runs the engine in a process of its own", (True,)),
+    "disable_log_requests": Fixed((True,), "logs a line for each request, without any text of it", (False,)),
+    "enable_log_requests": Fixed((False,), "logs a line for each request, without any text of it", (True,)),
+    "disable_uvicorn_access_log": Fixed((True,), "has one log for all, see --log-level", (False,)),
+    "enable_prompt_tokens_details": Fixed((True, False), "always says how many prompt tokens were cached"),
+    "enable_request_id_headers": Fixed((True, False), "always answers with X-Request-Id"),
+    "enable_server_load_tracking": Fixed((False,), "counts requests in /metrics", (True,)),
+    "enable_reasoning": Fixed((True,), "splits reasoning off where a model marks it, see --reasoning-parser"),
+    "response_role": Fixed(("assistant",), "answers as the assistant"),
+    "uvicorn_log_level": Fixed(("info",), "has one log for all, see --log-level", ("debug", "trace", "warning")),
+}
+"""Flags of commands that serve."""
 
 OF_SAMPLING: dict[str, Fixed] = {
     "spaces_between_special_tokens": Fixed((True,), "writes tokens as the tokenizer does"),
@@ -117,10 +137,9 @@ def without_fixed(given: Mapping[str, Any], fixed: Mapping[str, Fixed], error: t
         if _is_one_of(value, misleading):
             warn_once(name, repr(value), what)
         elif not _is_one_of(value, accepted):
-            allowed = " or ".join(map(repr, (*accepted, *misleading)))
-            raise error(
-                f"{name} is {shown(value)}; pagemill {what}, so it can only be {allowed}; leave it out", param=name
-            )
+            allowed = " or ".join(repr(one) for one in (*accepted, *misleading) if one is not None)
+            only = f", so it can only be {allowed}" if allowed else ""
+            raise error(f"{name} is {shown(value)}; pagemill {what}{only}; leave it out", param=name)
     return {name: value for name, value in given.items() if name not in fixed}
 
 

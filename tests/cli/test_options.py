@@ -8,11 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pagemill.cli.options import SAMPLING_FLAGS, engine_options, sampling_options
+from pagemill.cli.options import SAMPLING_FLAGS, engine_options, log_options, sampling_options
 from pagemill.cli.several_values import one_by_one
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, SamplingParamsError
 from pagemill.sampling.params import RequestOutputKind, SamplingParams
+from pagemill.server.logs.output import ServerLogs
 
 received: dict[str, Any] = {}
 
@@ -141,6 +142,24 @@ def test_flags_without_a_choice_are_passed_on_and_not_shown():
         "load_format": "auto",
     }
     assert "enable-sleep-mode" not in CliRunner(env={"COLUMNS": "300"}).invoke(_app(), ["--help"]).output
+
+
+def test_vllms_flags_of_servers_are_taken_where_they_change_nothing():
+    made = []
+
+    @log_options
+    def serve(*, logs: ServerLogs) -> None:
+        made.append(logs)
+
+    app = typer.Typer()
+    app.command()(serve)
+    flags = ["--disable-log-requests", "--enable-prompt-tokens-details", "--api-server-count", "1"]
+    assert CliRunner().invoke(app, [*flags, "--log-level", "error"]).exit_code == 0
+    assert made == [ServerLogs(log_level="error")]
+    refused = CliRunner().invoke(app, ["--api-server-count", "2"])
+    assert str(refused.exception) == (
+        "api_server_count is 2; pagemill serves HTTP by one process, so it can only be 1; leave it out"
+    )
 
 
 def test_adapters_are_named_one_by_one():

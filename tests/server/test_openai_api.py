@@ -8,6 +8,7 @@ import pytest
 from pagemill.frontend import request_state
 from pagemill.frontend.outputs import Logprob
 from pagemill.frontend.request_stream import RequestStream
+from pagemill.text.tokenizer import Tokenizer
 from server.questions import CHAT, GREEDY, MODEL
 
 
@@ -38,6 +39,50 @@ def test_a_chat_stream_is_the_same_answer_in_pieces(client):
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_every_event_may_say_how_many_tokens_there_have_been(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    how = {**GREEDY, "stream": True, "stream_options": options}
+    for chunks in (
+        list(client.chat.completions.create(**CHAT, **how)),
+        list(client.completions.create(model=MODEL, prompt="Once upon", **how)),
+    ):
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert len(set(counts)) > 2
+        assert counts[-1] == counts[-2]
+        assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+
+
+def test_token_ids_come_with_the_answer_and_in_its_pieces(client):
+    how = {**GREEDY, "n": 2, "temperature": 1.0, "seed": 3, "extra_body": {"return_token_ids": True}}
+    tokenizer = Tokenizer.from_path(MODEL)
+    whole = client.chat.completions.create(**CHAT, **how)
+    assert len(whole.prompt_token_ids) == whole.usage.prompt_tokens
+    for choice in whole.choices:
+        assert tokenizer.decode(choice.token_ids, skip_special_tokens=True) == choice.message.content
+    chunks = list(client.chat.completions.create(**CHAT, **how, stream=True))
+    assert {tuple(chunk.prompt_token_ids) for chunk in chunks[:1]} == {tuple(whole.prompt_token_ids)}
+    for index in (0, 1):
+        pieces = [each.token_ids or [] for chunk in chunks for each in chunk.choices if each.index == index]
+        assert [token for piece in pieces for token in piece] == whole.choices[index].token_ids
+    asked = {"model": MODEL, "prompt": ["Once upon", "A"], **how}
+    completions = client.completions.create(**asked)
+    prompts = [choice.prompt_token_ids for choice in completions.choices[::2]]
+    assert prompts == [tokenizer.encode(prompt) for prompt in asked["prompt"]]
+    chunks = list(client.completions.create(**asked, stream=True))
+    for choice in completions.choices:
+        mine = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
+        assert mine[0].prompt_token_ids == choice.prompt_token_ids
+        assert [token for each in mine for token in each.token_ids] == choice.token_ids
+    assert client.completions.create(model=MODEL, prompt="A", max_tokens=1).choices[0].token_ids is None
+
+
+def test_the_tier_that_serves_is_said(client):
+    answer = client.chat.completions.create(**CHAT, max_tokens=1, service_tier="priority")
+    assert answer.service_tier == "default"
+    assert client.chat.completions.create(**CHAT, max_tokens=1).service_tier is None
 
 
 def test_n_choices_stream_side_by_side(client):

@@ -25,7 +25,7 @@ from pagemill.cli.large_number import FLAGS as LARGE
 from pagemill.cli.large_number import large_number
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
-from pagemill.fixed_arguments import OF_ENGINES, Fixed
+from pagemill.fixed_arguments import OF_ENGINES, OF_SERVERS, Fixed, without_fixed
 from pagemill.frontend.supervisor import RestartLimits
 from pagemill.sampling.params import RequestOutputKind, SamplingParams
 from pagemill.server.access.limits import ServerLimits
@@ -114,8 +114,13 @@ def access_options(command: Command) -> Command:
 
 
 def log_options(command: Command) -> Command:
-    """Gives a command a flag for each thing that decides what a server logs; they arrive as `logs`."""
-    return _with_options(command, "logs", arguments_of(ServerLogs), "Logs", lambda given: ServerLogs(**given), {})
+    """Gives a command a flag for each thing that decides what a server logs, and vLLM's flags that leave no choice;
+    they arrive as `logs`."""
+
+    def collect(given: dict[str, Any]) -> ServerLogs:
+        return ServerLogs(**without_fixed(given, OF_SERVERS, ConfigError))
+
+    return _with_options(command, "logs", arguments_of(ServerLogs), "Logs", collect, OF_SERVERS)
 
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import typer
 
 from pagemill.cli.near_names import MODEL_ELSEWHERE, near_commands, near_flags, shown_flags
+from pagemill.names_elsewhere import INSTEAD
 
 WrongUsage = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """What typer raises for a command line that it cannot read; it exports this child of it only."""
@@ -50,6 +51,8 @@ def _no_flag(flag: str, context: Any) -> str:
     name, parameters = flag.lstrip("-"), context.command.params
     if name in MODEL_ELSEWHERE and any(one.param_type_name == "argument" and one.name == "model" for one in parameters):
         return f"there is no flag {flag}; MODEL is given without a flag: {context.command_path} MODEL"
+    if (instead := INSTEAD.get(name.replace("-", "_"))) is not None:
+        return f"there is no flag {flag}; {instead}"
     near = [f"--{one}" for one in near_flags(name, shown_flags(parameters))]
     return f"there is no flag {flag}" + _guess(near)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -52,6 +53,15 @@ class AsyncControls(ABC):
 
     async def is_sleeping(self) -> bool:
         return (await self._ready()).sleep.asleep
+
+    async def check_health(self) -> None:
+        """Returns once the engine has answered. Raises `EngineDeadError`."""
+        await self.stats()
+
+    async def get_tokenizer(self) -> Any:
+        """Returns transformers' tokenizer for the same files, as vLLM gives it."""
+        tokenizer = await self.tokenizer()
+        return await asyncio.to_thread(lambda: tokenizer.hf)
 
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`; happens between two steps."""

@@ -153,6 +153,16 @@ class AsyncLLM(AsyncControls):
         """Why this engine cannot serve any more; None while it can."""
         return self._client.ended
 
+    @property
+    def is_running(self) -> bool:
+        """True while this engine can serve, or will once it is loaded or started again."""
+        return self.error is None
+
+    @property
+    def errored(self) -> bool:
+        """True once it cannot serve any more, see `error`."""
+        return self.error is not None
+
     async def respond(self) -> None:
         """Returns once the engine and the tokenizer's threads have answered, between two steps and two prompts."""
         frontend = await self._ready()

@@ -34,6 +34,8 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Where a dict has both, the ids count and the text is only kept for the output. With `{"prompt": text, "suffix": text}`
 the answer is what stands between the two.
 """
+PromptType = Prompt
+"""vLLM's name."""
 
 
 class _TextOptions(TypedDict, total=False):

@@ -46,6 +46,10 @@ class CompletionOutput:
     """Its KV blocks in the pool, and those that are streamed from a lower tier: at its end, and with each token while
     any are streamed."""
 
+    def finished(self) -> bool:
+        """Returns True once no token follows."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:

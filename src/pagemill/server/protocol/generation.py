@@ -6,6 +6,7 @@ out of habit and that change nothing in any answer.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -38,7 +39,6 @@ WITHOUT_EFFECT = CACHE_HINTS | {"user", "metadata", "safety_identifier", "parall
 
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
-    "service_tier": ("auto", "default"),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -52,7 +52,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
@@ -91,7 +90,7 @@ MAX_PARTS = 16384
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool = False
 
 
 def _in_json(text: str) -> str:
@@ -147,7 +146,8 @@ def screened(
             kept[name] = value
         elif name in neutral_only:
             if value is not None and value not in neutral_only[name]:
-                raise InvalidRequestError(f"this server does not serve {name!r}; leave it out", param=name)
+                served = "".join(f" other than {json.dumps(one)}" for one in neutral_only[name][:1])
+                raise InvalidRequestError(f"this server does not serve {name!r}{served}; leave it out", param=name)
         elif name in OLDER_NAMES:
             if value is not None:
                 raise InvalidRequestError(
@@ -176,6 +176,8 @@ class GenerationRequest(Parameters):
     fork_index: int | None = None
     priority: int = 0
     timeout: Timeout | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    return_token_ids: bool | None = None
 
     _NEUTRAL_ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_ONLY
     _BEGINNING: ClassVar[str]
@@ -242,6 +244,11 @@ class GenerationRequest(Parameters):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every event of a stream says how many tokens there have been."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @abstractmethod
     def params(self) -> SamplingParams | BeamSearchParams:
@@ -340,3 +347,5 @@ class Answer(BaseModel, Generic[C]):
     model: str
     choices: list[C]
     usage: Usage | None = None
+    service_tier: Literal["default"] | None = None
+    """The only tier, where a request asks for one."""

@@ -26,7 +26,7 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "prompt": (),
     "request_id": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex", "priority", "scale"),
 }
 """Fields that this server does not serve: only these values (and null), which ask for nothing, are accepted."""
 

@@ -89,6 +89,8 @@ class Call(ABC, Generic[R]):
         self._began_s = time.monotonic()
         self._id = f"{self.ID}{uuid.uuid4().hex}"
         self._head: dict[str, Any] = {"id": self._id, "created": int(time.time()), "model": model}
+        if request.service_tier is not None:
+            self._head["service_tier"] = "default"
         self._num_choices = request.num_choices
         self._streams: list[RequestStream] = []
         """One for each prompt."""
@@ -185,25 +187,33 @@ class Call(ABC, Generic[R]):
         """Returns the events that say what is new of the prompt at `position`, for one write."""
         return "".join([event for new in output.outputs for event in self._chunks(position, new)])
 
-    def _chunk(self, choice: BaseModel) -> str:
-        """Returns the event that brings a choice."""
-        before, after = self._around
+    def _chunk(self, choice: BaseModel, **beside: Any) -> str:
+        """Returns the event that brings a choice, and other fields beside it."""
+        before, after = self._frame(**beside) if beside else self._around
         return f"{before}{choice.model_dump_json()}{after}"
 
     def _text_chunk(self, index: int, text: str) -> str:
         """Returns the event that brings nothing but text of a choice: most events of most answers."""
-        if index not in self._around_text:
+        if index not in self._around_text or self.request.continuous_usage:
             before, after = self._around
             head, _, tail = self._text_choice(index).model_dump_json().partition('""')
             self._around_text[index] = before + head, tail + after
         before, after = self._around_text[index]
         return f"{before}{encode_basestring(text)}{after}"
 
-    @cached_property
+    @property
     def _around(self) -> tuple[str, str]:
-        """Returns what stands before and behind the choice of every event; written anew, it would cost as much as the
-        choice."""
-        before, _, after = event(self.CHUNK(**self._head, choices=[])).partition('"choices":[]')
+        """Returns what stands before and behind the choice of an event."""
+        return self._frame() if self.request.continuous_usage else self._usual_frame
+
+    @cached_property
+    def _usual_frame(self) -> tuple[str, str]:
+        """Returns the frame of every event but a few; written anew, it would cost as much as the choice."""
+        return self._frame()
+
+    def _frame(self, **beside: Any) -> tuple[str, str]:
+        usage = self._usage_of(self._results()) if self.request.continuous_usage else None
+        before, _, after = event(self.CHUNK(**self._head, choices=[], usage=usage, **beside)).partition('"choices":[]')
         return f'{before}"choices":[', f"]{after}"
 
     def _last_parts(self) -> list[str]:

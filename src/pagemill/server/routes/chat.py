@@ -165,26 +165,29 @@ class ChatCall(Call[ChatCompletionRequest]):
             logprobs=self._logprobs(output.logprobs),
             finish_reason=_finish_reason(output, reader),
             stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self.request.return_token_ids else None,
         )
 
     def _beside(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
-        return {"prompt_logprobs": results[0].prompt_logprobs}
+        tokens = results[0].prompt_token_ids if self.request.return_token_ids else None
+        return {"prompt_logprobs": results[0].prompt_logprobs, "prompt_token_ids": tokens}
 
     def _chunks(self, position: int, new: CompletionOutput) -> Iterator[str]:
-        text = new.text
+        text, with_ids = new.text, bool(self.request.return_token_ids)
         if new.index not in self._readers:
             self._readers[new.index] = self._reader(new.index)
-            yield self._chunk(ChunkChoice(index=new.index, delta=Delta(role="assistant", content="")))
+            beside = {"prompt_token_ids": self._streams[position].prompt_token_ids} if with_ids else {}
+            yield self._chunk(ChunkChoice(index=new.index, delta=Delta(role="assistant", content="")), **beside)
             text = self._forked + text
         reader = self._readers[new.index]
         part = reader.add(text)
-        if new.finish_reason is None and new.logprobs is None and not (part.reasoning or part.calls):
+        if new.finish_reason is None and new.logprobs is None and not (part.reasoning or part.calls or with_ids):
             if part.content:
                 yield self._text_chunk(new.index, part.content)
             return
         parts = [part, *([reader.finish()] if new.finish_reason else ())]
         deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
-        if new.finish_reason or new.logprobs:
+        if new.finish_reason or new.logprobs or with_ids:
             deltas = deltas or [Delta()]
         for delta in deltas:
             last = delta is deltas[-1]
@@ -194,6 +197,7 @@ class ChatCall(Call[ChatCompletionRequest]):
                 logprobs=self._logprobs(new.logprobs) if last else None,
                 finish_reason=_finish_reason(new, reader) if last else None,
                 stop_reason=new.stop_reason if last else None,
+                token_ids=new.token_ids if last and with_ids else None,
             )
             yield self._chunk(choice)
 

@@ -62,13 +62,13 @@ class CompletionCall(Call[CompletionRequest]):
 
     def _chunks(self, position: int, new: CompletionOutput) -> Iterator[str]:
         index, request = position * self._num_choices + new.index, self.request
-        more = new.finish_reason or new.logprobs or request.prompt_logprobs is not None
+        more = new.finish_reason or new.logprobs or request.prompt_logprobs is not None or request.return_token_ids
         if index in self._offsets and not more:
             if new.text:
                 yield self._text_chunk(index, new.text)
             return
         choice = self._choice(position, new)
-        if choice.text or choice.finish_reason or new.logprobs:
+        if choice.text or choice.finish_reason or new.logprobs or choice.token_ids:
             yield self._chunk(choice)
 
     def _text_choice(self, index: int) -> CompletionChoice:
@@ -79,9 +79,12 @@ class CompletionCall(Call[CompletionRequest]):
         index, text = position * self._num_choices + output.index, output.text
         positions: list[LogprobsOfPosition | None] = [*(output.logprobs or ())]
         first_token = ("", b"")
+        prompt_token_ids = None
         if index not in self._offsets:
             self._offsets[index] = len(self._forked)
             text = self._forked + text
+            if self.request.return_token_ids:
+                prompt_token_ids = self._streams[position].prompt_token_ids
             if self.request.echo:
                 echo = self._echo(position)
                 text, first_token = echo.text + text, echo.first_token
@@ -92,6 +95,8 @@ class CompletionCall(Call[CompletionRequest]):
             logprobs=None if self.request.logprobs is None else self._logprobs(index, positions, first_token),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self.request.return_token_ids else None,
+            prompt_token_ids=prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs(position),
         )
 
