@@ -34,6 +34,9 @@ def read_config_file(path: Path) -> dict[str, Given]:
         text = path.expanduser().read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         return dict(_entries(path, root))
+    except yaml.MarkedYAMLError as error:
+        place = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ConfigError(f"config file {str(path)!r}{place}: {error.problem}; correct it", param="config") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         why = " ".join(str(error).split()) or "its nodes contain themselves"
         raise ConfigError(f"config file {str(path)!r} cannot be read: {why}", param="config") from error

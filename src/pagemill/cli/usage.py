@@ -39,11 +39,21 @@ def _what_is_wrong(error: Any, given: Sequence[str]) -> str:
         return f"{param.opts[0]} is {wrong['input']!r}; it must be {must}"
     if param is not None and param.name == "model" and error.format_message().startswith("Missing argument"):
         return f"no model is named; to begin with, a small one: {error.ctx.command_path} {FIRST_MODEL}"
+    if (extra := _extra(error, given)) is not None:
+        has_url = any("--url" in one.opts for one in error.ctx.command.params)
+        hint = f"; did you mean --url {extra}?" if has_url and "://" in extra else ""
+        return f"there is no place for {extra!r}{hint}"
     said: str = error.format_message().rstrip(".").removeprefix("Invalid value: ")
     if unknown := re.match(r"No such command '(.*?)'", said):
         near = near_commands(unknown[1], error.ctx.command.commands)
         return f"there is no command {unknown[1]!r}" + _guess(map(repr, near))
     return f"{said[:1].lower()}{said[1:]}"
+
+
+def _extra(error: Any, given: Sequence[str]) -> str | None:
+    """Returns the first word that a command has no place for; None where the error is another."""
+    found = re.match(r"Got unexpected extra \S+ \((.*)\)", error.format_message())
+    return None if found is None else next((word for word in given if found[1].startswith(word)), found[1])
 
 
 def _no_flag(flag: str, context: Any) -> str:
