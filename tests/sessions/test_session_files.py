@@ -52,7 +52,7 @@ def test_a_file_of_something_else_is_said_so(tmp_path):
     (tmp_path / "text").write_text("nothing of the kind" * 100)
     with pytest.raises(errors.SessionStoreError, match="cannot be used: file is not a database; mend that"):
         store_of(tmp_path / "text")
-    with pytest.raises(errors.SessionStoreError, match="cannot be used"):
+    with pytest.raises(errors.SessionStoreError, match=r"a folder; name a file, such as '.*/sessions\.sqlite'"):
         store_of(tmp_path)
     path = tmp_path / "later"
     store_of(path).close()

@@ -69,6 +69,11 @@ class SessionStore:
         self._in_use: dict[tuple[Namespace, str], SessionRecord] = {}  # as its turn has begun
         with self._errors():
             if self.path is not None:
+                if self.path.is_dir():
+                    raise errors.SessionStoreError(
+                        f"session_path is {str(self.path)!r}, a folder; name a file, such as "
+                        f"{str(self.path / 'sessions.sqlite')!r}"
+                    )
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with suppress(FileExistsError):  # never opened a second time: closing it would end SQLite's locks on it
                     os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
