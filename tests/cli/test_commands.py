@@ -290,6 +290,7 @@ def test_a_server_that_has_said_that_it_listens_stops_cleanly(stop):
         _, messages = server.communicate(timeout=20)
         assert server.returncode == 0
         assert "Traceback" not in messages
+        assert messages.splitlines()[-1].endswith("the server has stopped")
     finally:
         server.kill()
         server.wait()
