@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -50,8 +51,16 @@ import os; sys.stdout.flush(); os._exit(0)
 
 def seconds(command: list[str]) -> float:
     begin = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    output_of(command)
     return time.perf_counter() - begin
+
+
+def output_of(command: list[str]) -> str:
+    """Returns what a command writes. Ends this one with what a command says that fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{shlex.join(command[:4])} … failed (status {done.returncode}):\n{done.stderr}")
+    return done.stdout
 
 
 def main() -> None:
@@ -69,8 +78,7 @@ def main() -> None:
     for _ in range(given.runs):
         for name, command in commands.items():
             times[name].append(seconds(command))
-        shown = subprocess.run([sys.executable, "-c", PHASES, given.model], check=True, capture_output=True, text=True)
-        for phase in shown.stdout.strip().split(";"):
+        for phase in output_of([sys.executable, "-c", PHASES, given.model]).strip().split(";"):
             name, _, value = phase.partition("=")
             phases.setdefault(name, []).append(float(value))
     medians = {name: statistics.median(values) for name, values in times.items()}

@@ -45,6 +45,8 @@ PinShare = Annotated[
 Blocks = Annotated[int, Meta(ge=1)] | PoolShare
 """A number of KV blocks, or a share of the pool such as "25%"."""
 Most = Annotated[int, Meta(ge=0)]
+Weight = Annotated[float, Meta(ge=1e-6, le=1e6, title="a number from 0.000001 to 1000000")]
+"""Bounded, so that tokens times and over weights stay numbers that can be compared."""
 
 SAFE_MAX_RUNNING = "75%"
 SAFE_MAX_WAITING = 1000
@@ -97,7 +99,7 @@ class TenantLimits:
             "answer's tokens count at its end."
         ),
     ] = None
-    weight: Annotated[Positive, about("Its share of the service when several tenants wait.")] = 1.0
+    weight: Annotated[Weight, about("Its share of the service when several tenants wait.")] = 1.0
 
     def __post_init__(self) -> None:
         try:

@@ -91,6 +91,7 @@ def test_generate_searches_with_beams():
             "temperature is 0.7; it must be 0 or 1",
         ),
         (["generate", MODEL, "x", "--length-penalty", "2"], "give --beam-width"),
+        (["generate", MODEL, "x", "", "--kv-memory", "900PiB"], "a prompt is empty, and this model begins none with"),
         (["generate", "no-such-model", "x"], "no-such-model"),
         (["generate", MODEL, "x", "--block-size", "17"], "block_size is 17"),
         (["generate", MODEL, "x", "--temperature", "-1"], "temperature is -1"),
@@ -290,6 +291,7 @@ def test_a_server_that_has_said_that_it_listens_stops_cleanly(stop):
         _, messages = server.communicate(timeout=20)
         assert server.returncode == 0
         assert "Traceback" not in messages
+        assert messages.splitlines()[-1].endswith("the server has stopped")
     finally:
         server.kill()
         server.wait()

@@ -182,6 +182,24 @@ def test_large_numbers_may_be_written_as_for_vllm(text, number):
     assert {*received["settings"]} == {"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"}
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1MiB", 1 << 20), ("1 mib", 1 << 20), ("1.5MB", 1_500_000), ("64KiB", 1 << 16), ("9b", 9), ("2M", 2 << 20)],
+)
+def test_bytes_may_be_written_as_sizes(text, number):
+    call(f"--kv-cache-memory-bytes={text}")
+    assert received["settings"] == {"kv_cache_memory_bytes": number}
+
+
+@pytest.mark.parametrize("text", ["1QiB", "1iB", "50%", "-1MiB", "1.2345kB.", "MiB"])
+def test_what_is_no_number_of_bytes_is_refused(text):
+    result = call(f"--kv-cache-memory-bytes={text}")
+    assert result.exit_code == 2
+    assert f"{text!r} is no number of bytes; write it as 8388608 or 8MiB" in " ".join(
+        result.output.replace("│", " ").split()
+    )
+
+
 @pytest.mark.parametrize("text", ["", "many", "4q", "1.5", "1.5K", "1.2345k", "4 k", "0x10", "1e3"])
 def test_what_is_no_large_number_is_refused(text):
     result = call(f"--max-model-len={text}")

@@ -42,8 +42,8 @@ def stats(count=0, **more):
 
 class RecordedLink:
     """Stands for a `ReplicaLink`, and records what its user sends: there is no replica behind it. answers: clear it to
-    hold back answers. refusal: the error that is the answer to all that is asked. count: how much its engine has
-    counted."""
+    hold back answers. refusal: the error that is the answer to all that is asked. count, num_frames: how much its
+    engine has counted, and the frames of its pool."""
 
     opened: ClassVar[list] = []
 
@@ -52,7 +52,7 @@ class RecordedLink:
         self.death, self.facts, self.closing, self.engine_died = None, None, False, False
         self.sent, self.asked, self.answers = [], [], asyncio.Event()
         self.answers.set()
-        self.count, self.refusal = 0, None
+        self.count, self.num_frames, self.refusal = 0, 64, None
         self.opened.append(self)
 
     def come(self):
@@ -71,7 +71,7 @@ class RecordedLink:
             raise self.death
         if self.refusal is not None:
             raise self.refusal
-        return stats(self.count) if isinstance(query, StatsQuery) else FACTS
+        return stats(self.count, frames=self.num_frames) if isinstance(query, StatsQuery) else FACTS
 
     async def close(self):
         self.die("closed")

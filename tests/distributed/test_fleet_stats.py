@@ -3,12 +3,13 @@
 import asyncio
 
 import pytest
-from recorded_fleet import RecordedLink, run, settle, stats
+from recorded_fleet import RecordedLink, request, run, settle, stats
 
 from pagemill.distributed import answers, fleet_stats
 from pagemill.distributed import fleet as fleet_module
 from pagemill.distributed.fleet_stats import FleetStats
 from pagemill.engine.queries import StatsQuery
+from pagemill.server.routes.metrics import Metrics
 
 
 def counted(figures):
@@ -114,3 +115,21 @@ def test_a_silent_replica_counts_with_what_it_had(monkeypatch):
         assert await ask(fleet) == (21, 2)
 
     run(monkeypatch, scenario, names=("a", "b"))
+
+
+@pytest.mark.parametrize("works", [False, True], ids=["idle", "with a request"])
+def test_the_only_replica_may_be_replaced_while_it_is_asked(monkeypatch, works):
+    async def scenario(fleet, links, frontend):
+        if works:
+            fleet.submit(request("r"))  # so that it rests, and answers
+        links["a"].answers.clear()
+        asking = asyncio.create_task(fleet.ask(StatsQuery()))
+        await settle()
+        come_again(fleet, 0, "b").num_frames = 8
+        await settle()
+        links["a"].answers.set()
+        figures = await asyncio.wait_for(asking, 3)
+        assert figures.frames == (64 if works else 8)
+        assert b"kv_cache_usage_perc" in Metrics("m").render(figures, (0, 0))
+
+    run(monkeypatch, scenario)

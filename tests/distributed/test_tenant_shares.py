@@ -76,7 +76,7 @@ class PlainShares:
 
 
 def drawn_limits(draw):
-    return TenantLimits(weight=draw.choice([0.5, 1.0, 3.0]), guaranteed_blocks=draw.choice([0, 7, 40, "9%"]))
+    return TenantLimits(weight=draw.choice([1e-6, 0.5, 1.0, 3.0, 1e6]), guaranteed_blocks=draw.choice([0, 7, 40, "9%"]))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -10,12 +12,13 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from pagemill.errors import AuthenticationError, ConfigError
+from pagemill.errors import AuthenticationError, ConfigError, EngineRestartingError
 from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.lifecycle import reload as reloading
 from pagemill.server.lifecycle.reload import TenantsReload
 from pagemill.tenant_limits import TenantLimits, key_digest, read_tenants_file
+from waiting import wait_until
 
 NO_LIMITS = {field.name: field.default for field in dataclasses.fields(TenantLimits)}
 
@@ -24,7 +27,7 @@ class Reloaded:
     """A tenants file, what an engine was told of it, and what was said. `share`: guarantees that fit in all."""
 
     def __init__(self, path, **tenants):
-        self.path, self.said, self.limits, self.share = path, [], {}, 100
+        self.path, self.said, self.limits, self.share, self.restarting = path, [], {}, 100, False
         self.write(**tenants)
         file = read_tenants_file(path)
         self.limits.update(file.limits)
@@ -35,6 +38,8 @@ class Reloaded:
         self.path.write_text(json.dumps({"tenants": {name: NO_LIMITS | own for name, own in tenants.items()}}))
 
     async def set_tenant(self, name, limits):
+        if self.restarting:
+            raise EngineRestartingError("the engine process was killed")
         promised = {**self.limits, name: limits}
         if sum(int(str(each.guaranteed_blocks).rstrip("%")) for each in promised.values()) > self.share:
             raise ConfigError(f"too much for {name}")
@@ -63,19 +68,53 @@ def test_a_tenant_that_is_gone_has_no_guarantee(tmp_path):
     assert reloaded.limits["a"].guaranteed_blocks == 0
 
 
-def test_what_the_engine_refuses_is_tried_again_with_the_next_reading(tmp_path, caplog):
+def test_what_the_engine_refuses_is_tried_again_with_each_look_and_said_once(tmp_path, caplog):
     reloaded = Reloaded(tmp_path / "t.json", a={"guaranteed_blocks": "50%"}, b={"guaranteed_blocks": "40%"})
-    wanted = {"b": {"guaranteed_blocks": "51%"}, "c": {"guaranteed_blocks": "20%"}}
-    reloaded.again(a={"guaranteed_blocks": "50%"}, **wanted)
-    assert [(record.levelname, record.message) for record in caplog.records] == [
+    refusals = [
         ("WARNING", "tenant 'b' keeps its limits: too much for b"),
         ("WARNING", "tenant 'c' keeps its limits: too much for c"),
     ]
+
+    def warnings():
+        return sorted((record.levelname, record.message) for record in caplog.records)
+
+    wanted = {"b": {"guaranteed_blocks": "51%"}, "c": {"guaranteed_blocks": "20%"}}
+    reloaded.write(a={"guaranteed_blocks": "50%"}, **wanted, d={"max_running": 3})
+    for _ in range(3):
+        asyncio.run(reloaded.reload.look())
+    assert warnings() == refusals
     assert reloaded.limits["b"] == TenantLimits(guaranteed_blocks="40%")
-    reloaded.again(a={"guaranteed_blocks": "29%"}, **wanted)
-    assert reloaded.limits == {
-        name: TenantLimits(guaranteed_blocks=share) for name, share in zip("abc", ("29%", "51%", "20%"), strict=True)
-    }
+    (said,) = reloaded.said
+    assert said.endswith("changed: 'd', gone: none, refused: 'b', 'c'")
+
+    asyncio.run(reloaded.reload.reload())
+    assert warnings() == sorted(refusals * 2), "who asks for a reading is told what is still refused"
+    assert reloaded.said[1].endswith("changed: none, gone: none, refused: 'b', 'c'")
+
+    reloaded.share = 121  # something else has ended that kept the engine from it
+    asyncio.run(reloaded.reload.look())
+    assert {name: limits.guaranteed_blocks for name, limits in reloaded.limits.items()} == {
+        "a": "50%", "b": "51%", "c": "20%", "d": 0,
+    }  # fmt: skip
+    told = f"more limits of the tenants file {str(reloaded.path)!r} are set; changed: 'b', 'c', gone: none"
+    assert reloaded.said[2] == told
+    asyncio.run(reloaded.reload.look())
+    assert len(reloaded.said) == 3
+
+
+def test_a_change_during_a_restart_is_taken_by_the_next_engine(tmp_path, caplog):
+    reloaded = Reloaded(tmp_path / "t.json", a={"max_running": 3}, b={"max_running": 3})
+    reloaded.restarting = True
+    reloaded.write(a={"max_running": 2}, c={})
+    for _ in range(3):
+        asyncio.run(reloaded.reload.look())
+    assert not caplog.records
+    (said,) = reloaded.said
+    assert said.endswith("changed: none, gone: none, to be set when an engine runs again: 'a', 'b', 'c'")
+    reloaded.restarting = False
+    asyncio.run(reloaded.reload.look())
+    assert reloaded.limits == {"a": TenantLimits(max_running=2), "b": TenantLimits(), "c": TenantLimits()}
+    assert reloaded.said[1].endswith("are set; changed: 'a', 'c', gone: 'b'")
 
 
 def test_a_key_that_is_gone_is_refused_before_the_engine_has_taken_limits(tmp_path):
@@ -155,3 +194,20 @@ def test_keys_change_while_a_server_runs(serving, tmp_path, monkeypatch):
         assert status("sk-two", {"prompt": "Hi", "max_tokens": 1}) == 200
         tenants = http.get("/tenants", headers={"Authorization": "Bearer sk-admin"}).json()
         assert tenants["one"]["limits"]["max_running"] == 1
+
+
+def test_a_file_that_changes_while_an_engine_restarts_holds_for_the_next_one(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr(reloading, "LOOK_S", 0.05)
+    path = tmp_path / "tenants.json"
+    path.write_text(json.dumps({"tenants": {"one": {"max_running": 2}}}))
+    with serving(tenants=path, max_model_len=128, max_num_seqs=4, kv_memory="8MiB") as server:
+        os.kill(server.llm.engine_pid, signal.SIGKILL)
+        wait_until(lambda: server.llm.restarting is not None, "the engine does not end")
+        path.write_text(json.dumps({"tenants": {"one": {"max_running": 1}, "two": {"max_running": 3}}}))
+        wait_until(lambda: server.llm.restarting is None, "no engine runs again", within_s=60)
+
+        def limits():
+            return {name: tenant.limits.max_running for name, tenant in server.stats().tenants.items()}
+
+        wait_until(lambda: limits().get("two") == 3, limits)
+        assert limits()["one"] == 1

@@ -119,6 +119,8 @@ def test_an_admin_changes_limits_and_others_do_not(server):
         assert "blocks would be guaranteed" in refused.json()["error"]["message"]
         later = admin.put("/later", json={"weight": 2}).json()["limits"]
         assert (later["guaranteed_blocks"], later["max_running"], later["weight"]) == (0, "75%", 2)
+        heavy = admin.put("/later", json={"weight": 1e308})
+        assert (heavy.status_code, "from 0.000001 to 1000000" in heavy.text) == (400, True)
         assert "no limit 'max_block'" in admin.put("/wild", json={"max_block": 3}).json()["error"]["message"]
     assert complete(server, "sk-wild", "Hello", 2)
 
@@ -299,6 +301,7 @@ def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
         ('{"tenants": {"a": {"max_blocks": "120%"}}}', "max_blocks is '120%'"),
         ('{"tenants": {"a": {"max_running": 0}}}', "max_running is 0"),
         ('{"tenants": {"a": {"weight": -1}}}', "weight is -1"),
+        ('{"tenants": {"a": {"weight": 1e-300}}}', "weight is 1e-300; it must be a number from 0.000001 to 1000000"),
         ('{"tenants": {"a": {"idle_timeout_s": 0}}}', "idle_timeout_s is 0"),
         ('{"tenants": {"a": {"max_block": 1}}}', "has no limit 'max_block'; did you mean 'max_blocks'\\?"),
         ('{"tenants": {"a": {"api_key": ["x"]}}}', "did you mean 'api_keys'\\?"),

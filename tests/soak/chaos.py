@@ -237,7 +237,7 @@ class Soak:
         records = store.list(None)
         if records:
             record = self.random.choice(records)
-            if len(record.token_ids) > 150:
+            if record.num_tokens > 150:
                 store.delete(record.name, record.space)
             else:
                 store.fork(record.name, record.space, f"fork{next(self.numbers)}")

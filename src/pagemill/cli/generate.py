@@ -10,7 +10,8 @@ import typer
 
 from pagemill.arguments import arguments_of
 from pagemill.cli.options import SAMPLING_FLAGS, ModelArgument, engine_options, run, sampling_options
-from pagemill.errors import InvalidRequestError, SamplingParamsError, shown
+from pagemill.config import config_for
+from pagemill.errors import EmptyPromptError, InvalidRequestError, SamplingParamsError, shown
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
 PLAIN = SamplingParams()
@@ -45,7 +46,10 @@ def generate(
         raise SamplingParamsError("length_penalty needs beam_width; give --beam-width too", param="length_penalty")
     if params.max_tokens == 0:
         raise SamplingParamsError("max_tokens is 0, and nothing would be generated; give 1 or more", param="max_tokens")
-    run(_generate(model, _with_standard_input(prompts), as_json, settings, asked))
+    prompts = _with_standard_input(prompts)
+    if "" in prompts:
+        _check_begin(model, settings)
+    run(_generate(model, prompts, as_json, settings, asked))
 
 
 def _with_standard_input(prompts: list[str]) -> list[str]:
@@ -64,6 +68,17 @@ def _with_standard_input(prompts: list[str]) -> list[str]:
     if not read:
         raise InvalidRequestError("standard input is empty; give it a text to continue", param="prompts")
     return [read if prompt == "-" else prompt for prompt in prompts]
+
+
+def _check_begin(model: str, settings: dict[str, Any]) -> None:
+    """Raises EmptyPromptError, before the model is loaded, unless it begins an empty prompt with a token of its own."""
+    from pagemill.text.tokenizer import Tokenizer
+
+    if not Tokenizer.load(config_for("pagemill generate", model, settings)).encode(""):
+        raise EmptyPromptError(
+            "a prompt is empty, and this model begins none with a token of its own; give it a text to continue",
+            param="prompts",
+        )
 
 
 def _search_params(params: SamplingParams, beam_width: int, length_penalty: float | None) -> BeamSearchParams:

@@ -21,8 +21,7 @@ import msgspec
 import typer
 
 from pagemill.arguments import Argument, arguments_of
-from pagemill.cli.large_number import FLAGS as LARGE
-from pagemill.cli.large_number import large_number
+from pagemill.cli.large_number import BYTES, NUMBERS, large_number, number_of_bytes
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.fixed_arguments import OF_ENGINES, OF_SERVERS, Fixed, without_fixed
@@ -197,7 +196,9 @@ def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) 
     if default is not None and default != dataclasses.MISSING and not isinstance(default, (list, dict)):
         text = re.sub(r" Default: [^.]*\.", "", text)  # of the parameter, where the command has its own
         text += f" Default: {str(default).lower() if kind is bool else default}."
-    written: dict[str, Any] = {"parser": large_number, "metavar": "<int>"} if name in LARGE else {}
+    written: dict[str, Any] = {}
+    if name in (*NUMBERS, *BYTES):
+        written = {"parser": number_of_bytes if name in BYTES else large_number, "metavar": "<int>"}
     return Annotated[kind | None, typer.Option(flag, help=text, show_default=False, rich_help_panel=panel, **written)]
 
 

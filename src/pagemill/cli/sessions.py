@@ -30,17 +30,17 @@ SessionPath = Annotated[
 def ls(session_path: SessionPath = None, as_json: AsJson = False) -> None:
     """List the sessions: model, length, last use."""
     path = session_path or default_path()
-    records = _open(path).list(None) if path.exists() else []
+    kept = _open(path).list(None) if path.exists() else []
     table = Table("session", "model", "turns", "tokens", "last used", "tenant", "cache_salt", box=None)
     rows: list[dict[str, Any]] = []
-    for record in records:
-        age = "damaged" if record.damaged else ago(time.time() - record.used_s)
-        table.add_row(record.name, printable(record.model), str(record.num_turns), f"{len(record.token_ids):,}", age,
-                      *map(printable, record.space))  # fmt: skip
+    for info in kept:
+        age = "damaged" if info.damaged else ago(time.time() - info.used_s)
+        table.add_row(info.name, printable(info.model), str(info.num_turns), f"{info.num_tokens:,}", age,
+                      *map(printable, info.space))  # fmt: skip
         rows.append(
-            {"session": record.name, "model": record.model, "turns": record.num_turns,
-             "tokens": len(record.token_ids), "used_s": record.used_s, "damaged": record.damaged,
-             **record.space._asdict()}
+            {"session": info.name, "model": info.model, "turns": info.num_turns,
+             "tokens": info.num_tokens, "used_s": info.used_s, "damaged": info.damaged,
+             **info.space._asdict()}
         )  # fmt: skip
     print_listing(rows, table, f"no sessions are kept in {path}", as_json)
 

@@ -40,9 +40,9 @@ class Answers:
         self.stats.leave(link.name, engine_died=link.engine_died)
         self._silent.discard(link.name)
 
-    async def ask(self, query: Query[A], links: Sequence[ReplicaLink]) -> list[A | BaseException]:
-        """Returns what replicas answer, or why they do not, without those that are silent for too long. These are named
-        once, are not waited for again until they answer, and what they answer later counts."""
+    async def ask(self, query: Query[A], links: Sequence[ReplicaLink]) -> dict[str, A | BaseException]:
+        """Returns by replica what it answers, or why it does not, without those that are silent for too long. These are
+        named once, are not waited for again until they answer, and what they answer later counts."""
         asking = {asyncio.create_task(self._ask_one(query, link)): link for link in links}
         limited = isinstance(query, IN_TIME)
         heard = [task for task, link in asking.items() if not (limited and link.name in self._silent)]
@@ -55,7 +55,7 @@ class Answers:
             if link.name not in self._silent:
                 self._silent.add(link.name)
                 LOGGER.warning("replica %s is silent; what is asked is answered without it", link.name)
-        return [task.exception() or task.result() for task in asking if task in done]
+        return {link.name: task.exception() or task.result() for task, link in asking.items() if task in done}
 
     def _note_late(self, replica: str, query: Query[Any], asked: asyncio.Task[Any]) -> None:
         """Notes that a silent replica answers. Logs a change that it refuses and others have made; one that is gone has
@@ -66,11 +66,18 @@ class Answers:
             LOGGER.error(CANNOT_DO, replica, error)
 
     async def _ask_one(self, query: Query[A], link: ReplicaLink) -> A:
-        """Returns a replica's answer, and keeps its statistics."""
+        """Returns a replica's answer, and keeps its statistics. Raises why a replica that has left has none."""
         answer = await link.ask(query)
-        if isinstance(answer, EngineStats) and link.death is None:
+        if isinstance(answer, EngineStats):
+            if link.death is not None:
+                raise link.death
             self.stats.note(link.name, answer)
         return answer
+
+
+def is_loss(answer: object) -> bool:
+    """Returns whether what came of a question says that the replica is gone, and nothing of what was asked."""
+    return isinstance(answer, BaseException) and not is_refusal(answer)
 
 
 async def repeat(change: Query[Any], link: ReplicaLink) -> None:
@@ -86,15 +93,10 @@ async def _answered(asking: Sequence[asyncio.Task[Any]], timeout_s: float | None
     notice. What has not ended goes on. timeout_s: None for no limit."""
     try:
         done, silent = await asyncio.wait(asking, timeout=timeout_s)
-        while silent and all(map(_is_gone, done)):
+        while silent and all(is_loss(each.exception()) for each in done):
             more, silent = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
             done |= more
     except asyncio.CancelledError:
         for each in asking:
             each.cancel()
         raise
-
-
-def _is_gone(asked: asyncio.Task[Any]) -> bool:
-    error = asked.exception()
-    return error is not None and not is_refusal(error)

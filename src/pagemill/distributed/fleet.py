@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pagemill.config import EngineConfig
 from pagemill.distributed import listing
-from pagemill.distributed.answers import Answers, repeat
+from pagemill.distributed.answers import Answers, is_loss, repeat
 from pagemill.distributed.changes import Changes
 from pagemill.distributed.fleet_pins import FleetPins
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
@@ -188,14 +188,14 @@ class Fleet:
     async def ask(self, query: Query[A]) -> A:
         if (error := self.ended or self.interrupted) is not None:
             raise error
-        is_change, asked, answers = Changes.is_one(query), set[str](), list[Any]()
+        is_change, asked, answers = Changes.is_one(query), set[str](), dict[str, Any]()
         while links := [link for link in self._serving() if link.name not in asked]:
             asked |= {link.name for link in links}
-            answers += await self._asked.ask(query, links)
-            if not is_change:
+            answers |= await self._asked.ask(query, links)
+            if not is_change and not all(map(is_loss, answers.values())):
                 break  # else replicas that have come meanwhile do it too
-        refusals = [each for each in answers if isinstance(each, BaseException) and is_refusal(each)]
-        good = [each for each in answers if not isinstance(each, BaseException)]
+        refusals = [each for each in answers.values() if isinstance(each, BaseException) and is_refusal(each)]
+        good = {name: each for name, each in answers.items() if not isinstance(each, BaseException)}
         if is_change and refusals:
             raise refusals[0]
         if is_change and good:
@@ -209,10 +209,10 @@ class Fleet:
             self._pins.remove(query.name, Namespace(query.tenant, query.cache_salt))
             self._send_waiting()
         if not good:
-            raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
-        merged: Any = merge(good)
+            raise next(iter(answers.values()), self._restarting("no replica"))
+        merged: Any = merge([*good.values()])
         if isinstance(merged, EngineStats):
-            merged = self._asked.stats.total({link.name for link in self._serving()})
+            merged = self._asked.stats.total(good.keys() | {link.name for link in self._serving()})
             add_held(merged, self._tenancy.count_held())
         answer: A = merged
         return answer

@@ -52,12 +52,12 @@ class FleetStats:
         while len(self._gone) > GONE_KEPT:
             self._retire(next(iter(self._gone)))
 
-    def total(self, serving: Collection[str]) -> EngineStats:
-        """Returns the figures of the replicas that serve, with the counters of all that there have been. Some replica
+    def total(self, living: Collection[str]) -> EngineStats:
+        """Returns the figures of the replicas that live, with the counters of all that there have been. Some replica
         must have been noted."""
-        living = [stats for name, stats in self._last.items() if name in serving]
-        others = [_counters_of(stats) for name, stats in self._last.items() if name not in serving]
-        return merge([*living, *others, *([] if self._base is None else [self._base])])
+        whole = [stats for name, stats in self._last.items() if name in living]
+        others = [_counters_of(stats) for name, stats in self._last.items() if name not in living]
+        return merge([*whole, *others, *([] if self._base is None else [self._base])])
 
     def _retire(self, replica: str) -> None:
         """Adds what a replica has counted to the base, once and for all."""

@@ -42,7 +42,7 @@ from pagemill.hub import resolve_model
 from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.pooling_params import PoolingParams
-from pagemill.sessions.record import SessionRecord
+from pagemill.sessions.record import SessionInfo
 from pagemill.sessions.store import SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
@@ -337,7 +337,7 @@ class AsyncLLM(AsyncControls):
 
     async def sessions(
         self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT, all_namespaces: bool = False
-    ) -> list[SessionRecord]:
+    ) -> list[SessionInfo]:
         """Returns the sessions of a namespace, or of all, the last used first."""
         frontend = await self._ready()
         space = None if all_namespaces else Namespace(tenant, cache_salt)

@@ -34,7 +34,7 @@ from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sampling.pooling_params import PoolingParams
-from pagemill.sessions.record import SessionRecord
+from pagemill.sessions.record import SessionInfo
 from pagemill.sessions.store import SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
@@ -244,7 +244,7 @@ class LLM:
 
     def sessions(
         self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT, all_namespaces: bool = False
-    ) -> list[SessionRecord]:
+    ) -> list[SessionInfo]:
         """Returns the sessions of a namespace, or of all, the last used first."""
         return self.frontend.turns.store.list(None if all_namespaces else Namespace(tenant, cache_salt))
 

@@ -117,6 +117,7 @@ async def run_server(
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
             app.state.body_reader.close()
+    say("the server has stopped")
 
 
 def server_config(

@@ -1,4 +1,4 @@
-"""SessionRecord: one session, its name, and the row of a table that it is written as."""
+"""SessionRecord and SessionInfo: one session, what is listed of it, and the row of a table that it is written as."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class SessionRecord:
     tokenizer: fingerprint of the tokenizer that gives the ids their meaning, and the digest of its LoRA adapter, if it
                has one; model: the model's or the adapter's name, for people.
     state:     changes with every turn; "" for a session that has none yet.
-    damaged:   its content is lost, and not here: it can be deleted.
     instructions: the system message that it was rendered with before `messages`; None for none.
     response:  what is kept with an answer that is a session of its own; None for a session that was named.
     """
@@ -49,7 +48,6 @@ class SessionRecord:
     created_s: float
     used_s: float
     state: str
-    damaged: bool = False
     tools: list[dict[str, Any]] | None = None
     instructions: str | None = None
     response: dict[str, Any] | None = None
@@ -58,6 +56,35 @@ class SessionRecord:
     def adapter(self) -> bytes:
         """The digest of its LoRA adapter; empty for none."""
         return bytes.fromhex(self.tokenizer.partition(_ADAPTER_MARK)[2])
+
+    @property
+    def info(self) -> SessionInfo:
+        """The session as it is listed."""
+        num_messages = None if self.messages is None else len(self.messages)
+        return SessionInfo(
+            *(self.name, self.space, self.model, self.num_turns, num_messages, len(self.token_ids)),
+            *(self.created_s, self.used_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What is listed of a session: all but what was said in it. Times are seconds since 1970.
+
+    num_messages: None for a session of plain prompts.
+    damaged:      what is listed is lost, but for the name: it can be deleted. What was said is checked where it is
+                  used.
+    """
+
+    name: str
+    space: Namespace
+    model: str
+    num_turns: int
+    num_messages: int | None
+    num_tokens: int
+    created_s: float
+    used_s: float
+    damaged: bool = False
 
 
 def fingerprint_of(tokenizer: str, adapter: bytes) -> str:
@@ -105,7 +132,7 @@ def _written(record: SessionRecord) -> str | None:
 
 
 def checksum_of(row: tuple[Any, ...]) -> bytes:
-    """Returns the checksum of a row as `row_of` returns it."""
+    """Returns the checksum of a row as `row_of` returns it, or of what is listed of it."""
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(row))
 
 
@@ -126,10 +153,18 @@ def record_of(row: tuple[Any, ...]) -> SessionRecord:
     )
 
 
-def listed(row: tuple[Any, ...]) -> SessionRecord:
-    """Returns a row of the table as a session, without its content if it is damaged."""
-    try:
-        return record_of(row)
-    except errors.SessionStoreError:
-        tenant, cache_salt, name, *_ = row
-        return SessionRecord(name, Namespace(tenant, cache_salt), "", "", [], None, 0, 0.0, 0.0, "", damaged=True)
+def card_checksum_of(row: tuple[Any, ...], num_messages: int | None) -> bytes:
+    """Returns the checksum of what is listed of a row as `row_of` returns it."""
+    tenant, cache_salt, name, _, model, _, packed, _, num_turns, created_s, used_s = row
+    card = (tenant, cache_salt, name, model, num_turns, num_messages, len(packed) // 4, created_s, used_s)
+    return checksum_of(card)
+
+
+def info_of(card: tuple[Any, ...]) -> SessionInfo:
+    """Returns a session as it is listed; by name only if what is listed is damaged."""
+    *values, checksum = card
+    tenant, cache_salt, name, model, num_turns, num_messages, num_tokens, created_s, used_s = values
+    space = Namespace(tenant, cache_salt)
+    if checksum != checksum_of(tuple(values)):
+        return SessionInfo(name, space, "", 0, None, 0, 0.0, 0.0, damaged=True)
+    return SessionInfo(name, space, model, num_turns, num_messages, num_tokens, created_s, used_s)

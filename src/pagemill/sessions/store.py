@@ -24,35 +24,24 @@ from pagemill.hub.registry import cache_dir
 from pagemill.namespace import MAX_LENGTH, Namespace
 from pagemill.sessions.record import (
     RESPONSE,
+    SessionInfo,
     SessionRecord,
     check_name,
-    checksum_of,
     fingerprint_of,
+    info_of,
     is_response,
-    listed,
     record_of,
     row_of,
 )
+from pagemill.sessions.table import CARD, CONTENT, KEY, VERSION, insert, prepare
 from pagemill.tenant_limits import TenantLimits
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
 BUSY_TIMEOUT_S = 10.0
 """The time for which a write waits for another process's write."""
-
-_SCHEMA = """
-CREATE TABLE sessions (
-    tenant TEXT, cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, tokenizer TEXT NOT NULL,
-    token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, created_s REAL NOT NULL, used_s REAL NOT NULL,
-    checksum BLOB NOT NULL, PRIMARY KEY (tenant, cache_salt, name)
-) WITHOUT ROWID
-"""
-_OLDER = {1: "SELECT 'default', * FROM older", 2: "SELECT * FROM older"}
-"""How the rows of earlier versions become this one's, but for the checksum."""
-_KEY = "tenant = ? AND cache_salt = ? AND name = ?"
-_INDEX = "CREATE INDEX IF NOT EXISTS sessions_used ON sessions (tenant, used_s)"
-"""For the tenant's response that was used longest ago: without it, every session's tokens would be read."""
+PAGE = 256
+"""Sessions that a listing reads at once: others wait meanwhile."""
 
 
 def default_path() -> Path:
@@ -80,6 +69,11 @@ class SessionStore:
         self._in_use: dict[tuple[Namespace, str], SessionRecord] = {}  # as its turn has begun
         with self._errors():
             if self.path is not None:
+                if self.path.is_dir():
+                    raise errors.SessionStoreError(
+                        f"session_path is {str(self.path)!r}, a folder; name a file, such as "
+                        f"{str(self.path / 'sessions.sqlite')!r}"
+                    )
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with suppress(FileExistsError):  # never opened a second time: closing it would end SQLite's locks on it
                     os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -89,21 +83,12 @@ class SessionStore:
             self._db.text_factory = lambda text: text.decode(errors="replace")  # checksums find what is damaged
             with self._transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
-                if version < VERSION:
-                    if version:
-                        self._db.execute("ALTER TABLE sessions RENAME TO older")
-                    self._db.execute(_SCHEMA)
-                    if version:
-                        for row in self._db.execute(_OLDER[version]).fetchall():
-                            self._insert(row)
-                        self._db.execute("DROP TABLE older")
-                    self._db.execute(f"PRAGMA user_version = {VERSION}")
-                elif version != VERSION:
+                if version > VERSION:
                     raise errors.SessionStoreError(
                         f"{self.path} has sessions of version {version}; this one reads version {VERSION}; give "
                         f"another session_path"
                     )
-                self._db.execute(_INDEX)
+                prepare(self._db, version)
             (finding,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             if finding != "ok":
                 raise errors.SessionStoreError(
@@ -226,21 +211,21 @@ class SessionStore:
             used_s=time.time(),
             state=secrets.token_hex(8),
         )
-        with self._lock:
-            try:
-                with self._transaction():
-                    if not begun.state:
-                        self._make_room(begun.space, begun.name)
-                    earlier = (*begun.space, begun.name, begun.state)
-                    gone = self._db.execute(f"DELETE FROM sessions WHERE {_KEY} AND state = ?", earlier).rowcount
-                    if gone != bool(begun.state) or not self._insert(row_of(record)):
-                        raise errors.SessionBusyError(
-                            f"session {begun.name!r} was changed or deleted by another process during this turn, "
-                            f"which is not kept; ask again",
-                            param="session_id",
-                        )
-            finally:
-                self.release(begun)
+        try:
+            row = row_of(record)
+            with self._lock, self._transaction():
+                if not begun.state:
+                    self._make_room(begun.space, begun.name)
+                earlier = (*begun.space, begun.name, begun.state)
+                gone = self._db.execute(f"DELETE FROM sessions WHERE {KEY} AND state = ?", earlier).rowcount
+                if gone != bool(begun.state) or not insert(self._db, row, record.info.num_messages):
+                    raise errors.SessionBusyError(
+                        f"session {begun.name!r} was changed or deleted by another process during this turn, "
+                        f"which is not kept; ask again",
+                        param="session_id",
+                    )
+        finally:
+            self.release(begun)
 
     def release(self, begun: SessionRecord) -> None:
         """Ends a turn without a trace. Nothing happens if it has ended already."""
@@ -261,13 +246,26 @@ class SessionStore:
             self._expire(time.time())
             return self._found(name, space)
 
-    def list(self, space: Namespace | None) -> list[SessionRecord]:
-        """Returns the sessions of one namespace, or of all (None), the last used first; damaged ones by name only."""
+    def list(self, space: Namespace | None) -> list[SessionInfo]:
+        """Returns the sessions of one namespace, or of all (None), the last used first; damaged ones by name only.
+
+        What was said in them is not read. Reads page by page, between which others use the store: a session that
+        begins or ends meanwhile may be missing or not."""
         with self._lock:
             self._expire(time.time())
-            where = "" if space is None else "WHERE tenant = ? AND cache_salt = ? "
-            query = f"SELECT * FROM sessions {where}ORDER BY used_s DESC"
-            return [listed(row) for row in self._rows(query, space or ())]
+        within = "(tenant, cache_salt, name) >" if space is None else "(tenant, cache_salt) = (?, ?) AND name >"
+        marks = "(?, ?, ?)" if space is None else "?"
+        query = f"SELECT {CARD} FROM sessions WHERE {within} {marks} ORDER BY tenant, cache_salt, name LIMIT {PAGE}"
+        found: dict[tuple[str, ...], SessionInfo] = {}
+        after = (*(space or ("", "")), "")
+        while True:
+            with self._lock:
+                rows = self._rows(query, after)
+            known = len(found)
+            found.update((row[:3], info_of(row)) for row in rows)
+            if len(rows) < PAGE or len(found) == known:  # a damaged name may not stand where it was found
+                return sorted(found.values(), key=lambda info: info.used_s, reverse=True)
+            after = rows[-1][:3]
 
     def fork(self, name: str, space: Namespace, new_name: str) -> SessionRecord:
         """Makes and returns another session, which begins as this one is now and shares all its blocks.
@@ -288,7 +286,7 @@ class SessionStore:
                 self._make_room(space, new_name)
                 state = secrets.token_hex(8)
                 child = replace(record, name=new_name, created_s=now, used_s=now, state=state, response=None)
-                self._insert(row_of(child))
+                insert(self._db, row_of(child), child.info.num_messages)
         return child
 
     def delete(self, name: str, space: Namespace) -> None:
@@ -300,7 +298,7 @@ class SessionStore:
                 )
             self._expire(time.time())
             with self._transaction():
-                if not self._db.execute(f"DELETE FROM sessions WHERE {_KEY}", (*space, name)).rowcount:
+                if not self._db.execute(f"DELETE FROM sessions WHERE {KEY}", (*space, name)).rowcount:
                     raise _not_found(name)
 
     def close(self) -> None:
@@ -315,14 +313,8 @@ class SessionStore:
         return record
 
     def _find(self, name: str, space: Namespace) -> SessionRecord | None:
-        rows = self._rows(f"SELECT * FROM sessions WHERE {_KEY}", (*space, name))
+        rows = self._rows(f"SELECT {CONTENT} FROM sessions WHERE {KEY}", (*space, name))
         return record_of(rows[0]) if rows else None
-
-    def _insert(self, row: tuple[Any, ...]) -> bool:
-        """Returns False, and writes nothing, where there is a session of this name. row: all but the checksum."""
-        values = (*row, checksum_of(row))
-        query = f"INSERT OR IGNORE INTO sessions VALUES ({', '.join('?' * len(values))})"
-        return self._db.execute(query, values).rowcount > 0
 
     def _rows(self, query: str, values: tuple[Any, ...]) -> Any:
         with self._errors():
@@ -335,8 +327,8 @@ class SessionStore:
             if record is None:
                 raise _not_found(name, "previous_response_id")
             used = replace(record, used_s=now)
-            self._db.execute(f"DELETE FROM sessions WHERE {_KEY}", (*space, name))
-            self._insert(row_of(used))
+            self._db.execute(f"DELETE FROM sessions WHERE {KEY}", (*space, name))
+            insert(self._db, row_of(used), used.info.num_messages)
         return used
 
     def _make_room(self, space: Namespace, name: str, *, evict: bool = True) -> None:
@@ -367,7 +359,7 @@ class SessionStore:
             found = "SELECT tenant, cache_salt, name FROM sessions WHERE tenant = ? AND name GLOB ?"
             oldest = self._rows(f"{found} ORDER BY used_s LIMIT ?", (space.tenant, pattern, too_many))
             with self._errors():
-                self._db.executemany(f"DELETE FROM sessions WHERE {_KEY}", oldest)
+                self._db.executemany(f"DELETE FROM sessions WHERE {KEY}", oldest)
 
     def _remove_unreachable(self) -> None:
         """Removes sessions of namespaces that no request can name any more: salts had no limit once."""
@@ -387,7 +379,7 @@ class SessionStore:
         idle = [row for row in rows if (Namespace(*row[:2]), row[2]) not in self._in_use]
         if idle:
             with self._transaction():
-                query = f"DELETE FROM sessions WHERE {_KEY} AND used_s < ?"
+                query = f"DELETE FROM sessions WHERE {KEY} AND used_s < ?"
                 self._db.executemany(query, [(*row, last) for row in idle])
 
     @contextmanager

@@ -45,13 +45,14 @@ class DamagedWeightsError(ValueError):
 class PackedWriter:
     """Implements `Keep`: makes each part and writes it to a file; what it returns is of no use but for its sizes.
 
-    file: an empty one. reserve: called with the bytes that the file is about to have; what it raises ends the writing.
+    file: an empty one. reserve: called with the bytes that the file is about to have; once it returns False, nothing
+    more is written, and bytes are only counted.
     """
 
     checked = False
 
-    def __init__(self, file: int, reserve: Callable[[int], None]) -> None:
-        self._file, self._reserve = file, reserve
+    def __init__(self, file: int, reserve: Callable[[int], bool]) -> None:
+        self._file, self._reserve, self._fits = file, reserve, True
         self._buffer = memoryview(bytearray(PIECE))
         self._filled = self._written = 0
         self._checksums: list[str] = []
@@ -70,13 +71,14 @@ class PackedWriter:
         self._parts[name] = [DTYPES[tensor.dtype], [*tensor.shape], self._put(content)]
         return tensor.new_empty(0)
 
-    def finish(self, key: str) -> None:
-        """Writes the index, and waits until the disk has all. Raises OSError."""
+    def finish(self, key: str) -> int:
+        """Writes the index, and waits until the disk has all. Returns the bytes of the whole file. Raises OSError."""
         self._flush()
         index = json.dumps({"key": key, "checksums": self._checksums, "parts": self._parts}).encode()
         trailer = TRAILER.pack(_MAGIC, self._written, len(index), xxhash.xxh3_64_digest(index))
-        _write(self._file, index + trailer)
+        self._write(index + trailer)
         os.fsync(self._file)
+        return self._written
 
     def _put(self, content: NDArray[np.uint8]) -> list[int]:
         """Returns where it lies in the file, and its bytes."""
@@ -96,11 +98,15 @@ class PackedWriter:
 
     def _flush(self) -> None:
         piece = self._buffer[: self._filled]
-        self._reserve(self._written + len(piece))
         self._checksums.append(xxhash.xxh3_64_hexdigest(piece))
-        _write(self._file, piece)
-        self._written += len(piece)
+        self._write(piece)
         self._filled = 0
+
+    def _write(self, content: bytes | memoryview) -> None:
+        self._written += len(content)
+        self._fits = self._fits and self._reserve(self._written)
+        if self._fits:
+            _write(self._file, content)
 
 
 class PackedFile:

@@ -100,7 +100,8 @@ class PackedStore:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._drop(path, error)
             return None
-        self._reserve(path, found.nbytes)
+        self._check_size(found.nbytes)
+        self._make_room(path, found.nbytes)
         logger.info("packed weights are mapped from %s", path)
         return found
 
@@ -118,9 +119,9 @@ class PackedStore:
                 if (found := self._open(path, key)) is not None:
                     part.unlink()
                     return found
-                writer = PackedWriter(file, lambda nbytes: self._reserve(part, nbytes))
+                writer = PackedWriter(file, lambda nbytes: self._make_room(part, nbytes))
                 assemble(writer)
-                writer.finish(key)
+                self._check_size(writer.finish(key))
                 part.rename(path)
                 _sync(self.root)
         except OSError as error:
@@ -128,14 +129,19 @@ class PackedStore:
             return None
         return self._open(path, key)
 
-    def _reserve(self, path: Path, nbytes: int) -> None:
-        """Removes other files until one of so many bytes fits. Raises ConfigError if it never does."""
+    def _check_size(self, nbytes: int) -> None:
+        """Raises ConfigError for a file that never fits."""
         if nbytes > self.limit_bytes:
             raise ConfigError(
-                f"weights_disk_memory is {self.limit_bytes} bytes, but the packed weights of this model take more; "
+                f"weights_disk_memory is {self.limit_bytes} bytes, but the packed weights of this model take {nbytes}; "
                 f"raise it, or leave it out",
                 param="weights_disk_memory",
             )
+
+    def _make_room(self, path: Path, nbytes: int) -> bool:
+        """Removes other files until one of so many bytes fits. Returns False if it never does, and removes nothing."""
+        if nbytes > self.limit_bytes:
+            return False
         others = []
         for other in self.root.iterdir():
             with suppress(FileNotFoundError):
@@ -149,6 +155,7 @@ class PackedStore:
             logger.info("packed weights in %s make room", other)
             other.unlink(missing_ok=True)
             total -= size
+        return True
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from pagemill.errors import ConfigError, PagemillError
+from pagemill.errors import ConfigError, EngineRestartingError, PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.logs.output import AUDIT
@@ -23,7 +23,8 @@ class TenantsReload:
     """Keeps keys and limits as the file has them.
 
     A file that cannot be used changes nothing. A tenant that is no longer there has no key and no guarantee any more;
-    its sessions, pins and blocks stay. Limits that the engine refuses leave that tenant's as they were.
+    its sessions, pins and blocks stay. Limits that the engine refuses leave that tenant's as they were; they are tried
+    again with each look, and so are those that met no engine because another is being started.
     """
 
     def __init__(self, file: TenantsFile, keys: ApiKeys, llm: AsyncLLM, say: Callable[[str], None]) -> None:
@@ -34,16 +35,31 @@ class TenantsReload:
         self._say = say
         self._seen = _state_of(file.path)
         self._reading = asyncio.Lock()
+        self._taken = dict(file.limits)
+        """Limits that the engine took from the file."""
+        self._refused: set[str] = set()
+        """Tenants of which it has been said that the engine refuses their limits."""
 
     async def watch(self) -> None:
         """Looks at the file again and again."""
         while True:
             await asyncio.sleep(LOOK_S)
-            if _state_of(self._file.path) != self._seen:
-                await self.reload()
+            await self.look()
+
+    async def look(self) -> None:
+        """Takes what has changed in the file, or else tries again what the engine has not taken yet."""
+        if _state_of(self._file.path) != self._seen:
+            await self.reload()
+            return
+        async with self._reading:
+            if self._left():
+                taken, left = await self._set()
+                if taken:
+                    path = str(self._file.path)
+                    self._say(f"more limits of the tenants file {path!r} are set; {self._told(taken, left)}")
 
     async def reload(self) -> None:
-        """Reads the file and takes what has changed in it."""
+        """Reads the file and takes what has changed in it. Says all that the engine refuses, also of earlier times."""
         async with self._reading:
             path = self._file.path
             self._seen = _state_of(path)
@@ -54,43 +70,60 @@ class TenantsReload:
                 AUDIT.warning("keys and limits stay as they were: %s", error.message)
                 return
             self._keys.revoke(file)  # at once: setting limits waits for the engine
-            before, after = self._file.limits, dict(file.limits)
-            changed = {name: limits for name, limits in after.items() if before.get(name) != limits}
-            gone = before.keys() - after.keys()
-            refused = await self._set(changed | {name: TenantLimits() for name in gone})
+            self._file = file
+            self._refused.clear()
+            taken, left = await self._set()
             self._keys.take(file)
-            for name in refused:  # so that the next reading finds them changed
-                after.pop(name, None)
-            self._file = file._replace(limits=after | {name: before[name] for name in refused if name in before})
             self._say(
                 f"the tenants file {str(path)!r} was read again; tenants: {len(file.limits)}, keys: {len(file.keys)}, "
-                f"admin keys: {len(file.admin_keys)}, changed: {_names(changed)}, gone: {_names(gone)}"
+                f"admin keys: {len(file.admin_keys)}, {self._told(taken, left)}"
             )
 
-    async def _set(self, limits: dict[str, TenantLimits]) -> list[str]:
-        """Sets limits in an order that the engine takes: one tenant's guarantee may have to go before another's comes.
+    def _left(self) -> dict[str, TenantLimits]:
+        """Returns the limits that the engine has not taken yet; those of a tenant that is gone are none."""
+        limits = self._file.limits
+        gone = {name: TenantLimits() for name in self._taken.keys() - limits.keys()}
+        return {name: each for name, each in limits.items() if self._taken.get(name) != each} | gone
 
-        Returns the tenants whose limits it refuses in every order.
+    async def _set(self) -> tuple[set[str], set[str]]:
+        """Sets what is left in an order that the engine takes: one tenant's guarantee may have to go before another's
+        comes. Says once what it refuses in every order.
+
+        Returns the tenants whose limits it took, and those whose limits it did not.
         """
-        left, refused = limits, await self._set_each(limits)
-        while refused and len(refused) < len(left):
-            left = {name: left[name] for name in refused}
-            refused = await self._set_each(left)
-        for name, message in refused.items():
-            AUDIT.warning("tenant %r keeps its limits: %s", name, message)
-        return list(refused)
-
-    async def _set_each(self, limits: dict[str, TenantLimits]) -> dict[str, str]:
-        """Sets limits one by one, and returns why some were refused, by tenant."""
-        why = {name: await self._why_not(name, each) for name, each in limits.items()}
-        return {name: message for name, message in why.items() if message is not None}
+        first = left = self._left()
+        while left:
+            why_not = {name: await self._why_not(name, limits) for name, limits in left.items()}
+            before, left = left, self._left()
+            if len(left) == len(before):
+                for name in left.keys() - self._refused:
+                    if (message := why_not[name]) is not None:
+                        AUDIT.warning("tenant %r keeps its limits: %s", name, message)
+                        self._refused.add(name)
+                break
+        self._refused &= left.keys()
+        return first.keys() - left.keys(), {*left}
 
     async def _why_not(self, name: str, limits: TenantLimits) -> str | None:
+        """Sets a tenant's limits, or returns why the engine refuses them; None also while there is no engine."""
         try:
             await self._llm.set_tenant(name, limits)
+        except EngineRestartingError:
+            return None
         except PagemillError as error:
             return error.message
+        if name in self._file.limits:
+            self._taken[name] = limits
+        else:
+            del self._taken[name]
         return None
+
+    def _told(self, taken: set[str], left: set[str]) -> str:
+        """Returns what became of tenants' limits, for a message."""
+        here, refused, waiting = self._file.limits.keys(), left & self._refused, left - self._refused
+        told = f"changed: {_names(taken & here)}, gone: {_names(taken - here)}"
+        told += f", refused: {_names(refused)}" if refused else ""
+        return told + (f", to be set when an engine runs again: {_names(waiting)}" if waiting else "")
 
 
 def _state_of(path: Path) -> tuple[int, ...]:

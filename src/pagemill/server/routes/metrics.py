@@ -178,7 +178,7 @@ class _Engine(Collector):
         for metric in ENGINE_METRICS:
             yield _family(metric, "", {(): stats})
         held = "Share of the KV pool's blocks that sequences hold, 0 to 1."
-        yield GaugeMetricFamily("pagemill:kv_cache_usage_perc", held, value=stats.frames_active / stats.frames)
+        yield GaugeMetricFamily("pagemill:kv_cache_usage_perc", held, value=stats.frames_active / max(1, stats.frames))
         blocks = GaugeMetricFamily("pagemill:kv_blocks", "Blocks of the KV pool, by state.", labels=["state"])
         for state in ("free", "cached", "active"):
             blocks.add_metric([state], getattr(stats, f"frames_{state}"))

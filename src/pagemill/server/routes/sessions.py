@@ -14,7 +14,7 @@ from pagemill.server.protocol.body import Body, Listing
 from pagemill.server.protocol.parts import written
 from pagemill.server.routes.known_query import known_query
 from pagemill.server.routes.namespaces import All, Tenant, named, removed, require_all
-from pagemill.sessions.record import SessionRecord
+from pagemill.sessions.record import SessionInfo
 
 
 class SessionCard(BaseModel):
@@ -30,7 +30,7 @@ class SessionCard(BaseModel):
     """Messages so far; None for a session of plain prompts."""
     num_tokens: int
     damaged: bool
-    """True if its content is lost, so that it can only be deleted."""
+    """True if what stands here is lost, so that it can only be deleted. What was said is checked where it is used."""
 
 
 class OwnedSessionCard(SessionCard):
@@ -80,7 +80,7 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
         """Shows a session with its messages, and its KV blocks by tier."""
         session = llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant)
         record, kv_blocks = await session.record(), await session.kv_blocks()
-        card = _card(record).model_dump()
+        card = _card(record.info).model_dump()
         said: dict[str, Any] = {"messages": record.messages, "instructions": record.instructions}
         return await written(lambda: SessionContent(**card, **said, kv_blocks=kv_blocks))
 
@@ -96,25 +96,23 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
     async def fork(session_id: str, body: ForkRequest, request: Request, cache_salt: str = "") -> SessionCard:
         """Begins another session as this one is now."""
         child = await llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant).fork(body.session_id)
-        return _card(await child.record())
+        return _card((await child.record()).info)
 
     return routes
 
 
-def _owned(record: SessionRecord) -> OwnedSessionCard:
-    return OwnedSessionCard(
-        **_card(record).model_dump(), tenant=record.space.tenant, cache_salt=record.space.cache_salt
-    )
+def _owned(info: SessionInfo) -> OwnedSessionCard:
+    return OwnedSessionCard(**_card(info).model_dump(), tenant=info.space.tenant, cache_salt=info.space.cache_salt)
 
 
-def _card(record: SessionRecord) -> SessionCard:
+def _card(info: SessionInfo) -> SessionCard:
     return SessionCard(
-        id=record.name,
-        created=int(record.created_s),
-        last_used=int(record.used_s),
-        model=record.model,
-        num_turns=record.num_turns,
-        num_messages=None if record.messages is None else len(record.messages),
-        num_tokens=len(record.token_ids),
-        damaged=record.damaged,
+        id=info.name,
+        created=int(info.created_s),
+        last_used=int(info.used_s),
+        model=info.model,
+        num_turns=info.num_turns,
+        num_messages=info.num_messages,
+        num_tokens=info.num_tokens,
+        damaged=info.damaged,
     )
