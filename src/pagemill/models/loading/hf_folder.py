@@ -27,6 +27,9 @@ from pagemill.models.loading.normal_config import complete
 
 _OTHER_DTYPES = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"}
 _OTHER_FLOATS = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
+_BASE, _EMBEDDING, _HEAD = "model.", "embed_tokens.weight", "lm_head.weight"
+"""Names of a model with a head begin with the first, but for the head's; those of a base model saved by itself, as many
+embedding models are, do not."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -44,6 +47,9 @@ class HuggingFaceFolder(Checkpoint):
                 f"{path / _INDEX} lists {len(missing)} tensors that no file holds, first {missing[0]!r} in "
                 f"{self._declared[missing[0]]}; download the model again"
             )
+        if _EMBEDDING in self.tensors and not any(name.startswith(_BASE) for name in self.tensors):
+            self.is_headless = _HEAD not in self.tensors
+            self.tensors = {name if name == _HEAD else _BASE + name: info for name, info in self.tensors.items()}
 
     def _weight_files(self) -> list[Path]:
         self._declared: dict[str, str] = {}
