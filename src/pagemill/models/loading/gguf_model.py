@@ -82,10 +82,10 @@ _USED_OTHERWISE = {
 _WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 _NEUTRAL = {"attention.causal": True, "pooling_type": 0, "expert_gating_func": 1, "expert_weights_norm": True}
 """Settings that may be there if they say what is done anyway: a softmax chooses experts, whose shares sum to 1."""
-_ENDS = frozenset(
-    ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>")
-    + ("<EOT>", "▁<EOT>", "<end_of_turn>", "<end_of_utterance>", "<eos>")
-)
+_ENDS = {
+    *("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>"),
+    *("<EOT>", "▁<EOT>", "<end_of_turn>", "<end_of_utterance>", "<eos>"),
+}
 """Texts of tokens that end an answer wherever they are in a vocabulary, as llama.cpp takes them."""
 
 
