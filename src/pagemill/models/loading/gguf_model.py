@@ -80,8 +80,14 @@ _USED_OTHERWISE = {
     "rope.scaling.yarn_beta_slow",
 }
 _WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-_NEUTRAL = {"attention.causal": True, "pooling_type": 0, "expert_gating_func": 1, "expert_weights_norm": True}
-"""Settings that may be there if they say what is done anyway: a softmax chooses experts, whose shares sum to 1."""
+_NEUTRAL = {
+    "attention.causal": (True,),
+    "pooling_type": (0, 3),
+    "expert_gating_func": (1,),
+    "expert_weights_norm": (True,),
+}
+"""Settings that may be there if they say what is done anyway: embeddings are of the last token (3), or not spoken of;
+a softmax chooses experts, whose shares sum to 1."""
 _ENDS = {
     *("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>"),
     *("<EOT>", "▁<EOT>", "<end_of_turn>", "<end_of_utterance>", "<eos>"),
@@ -193,7 +199,7 @@ class GGUFModel(Checkpoint):
         prefix = f"{architecture}."
         found = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
         for key, value in found.items():
-            if key not in _KEYS and key not in _USED_OTHERWISE | _WITHOUT_EFFECT and _NEUTRAL.get(key) != value:
+            if key not in _KEYS and key not in _USED_OTHERWISE | _WITHOUT_EFFECT and value not in _NEUTRAL.get(key, ()):
                 raise UnsupportedModelError(
                     f"{self.path} has {prefix}{key} = {value!r}, which is not supported; use the Hugging Face folder",
                     param=prefix + key,
