@@ -243,6 +243,14 @@ def test_yarn_without_a_trained_length_stretches_the_files_own(wide, tmp_path):
     assert silent.spec.ropes == load(write_gguf(wide, tmp_path / "said.gguf", "llama", said)).spec.ropes
 
 
+def test_gemma_2_is_complete_where_the_first_files_are_silent(tmp_path):
+    save(tmp_path, "gemma2")
+    sizes = {"attention.key_length": 32, "attention.value_length": 32}
+    spec = load(write_gguf(tmp_path, tmp_path / "model.gguf", "gemma2", sizes)).spec
+    assert [layer.window for layer in spec.layers] == [4096, None]
+    assert (spec.attention_soft_cap, spec.final_soft_cap) == (50.0, 30.0)
+
+
 def test_a_files_attention_factor_multiplies_yarns_own(wide, tmp_path):
     scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 2048}
 

@@ -88,6 +88,8 @@ _NEUTRAL = {
 }
 """Settings that may be there if they say what is done anyway: embeddings are of the last token (3), or not spoken of;
 a softmax chooses experts, whose shares sum to 1."""
+_OF_GEMMA2 = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""What llama.cpp takes where a file is silent, as the first ones were."""
 _ENDS = {
     *("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>"),
     *("<EOT>", "▁<EOT>", "<end_of_turn>", "<end_of_utterance>", "<eos>"),
@@ -246,6 +248,8 @@ class GGUFModel(Checkpoint):
             config["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(layers)]
         if model_type == "qwen3_moe":
             config |= {"decoder_sparse_step": 1, "norm_topk_prob": True}
+        if model_type == "gemma2":
+            config |= {key: config[key] or value for key, value in _OF_GEMMA2.items()}
         if model_type in ("gemma2", "gemma3_text"):
             period = 2 if model_type == "gemma2" else 6
             kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
