@@ -94,6 +94,18 @@ def test_eos_ids_of_both_configurations(copy):
     assert load(copy).eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize("token", ["<|im_end|>", {"content": "<|im_end|>"}], ids=type)
+def test_the_tokenizers_end_is_an_end_too(copy, token):
+    """As vLLM has it: those who teach a base model to chat often change the tokenizer alone."""
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    assert load(copy).eos_token_ids == (2,)
+    added = [{"id": 5, "content": "<|im_start|>"}, {"id": 9, "content": "<|im_end|>", "special": True}]
+    (copy / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": {}}))
+    assert load(copy).eos_token_ids == (2, 9)
+    (copy / "tokenizer.json").write_text("{")
+    assert load(copy).eos_token_ids == (2,)
+
+
 def test_a_configuration_is_completed_once(folder, copy, tmp_path, monkeypatch):
     """Later loads do without transformers, unless what is kept is damaged or the configuration is another."""
     monkeypatch.setenv("PAGEMILL_HOME", str(tmp_path / "home"))

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelNotFoundError
+import msgspec
+
+from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelLoadError, ModelNotFoundError
 from pagemill.models.families import find_family
 from pagemill.models.loading.checkpoint import (
     PLAIN_DTYPES,
@@ -175,12 +177,33 @@ def _normalise(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     return complete(model_type, raw, path)
 
 
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
 def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of generation_config.json, then of config.json, each once."""
+    """Returns the end-of-sequence ids of generation_config.json, then of config.json and the tokenizer, each once."""
     found: list[int] = []
     with contextlib.suppress(ModelNotFoundError):
         found += _ids(read_json(path / "generation_config.json").get("eos_token_id"))
-    return tuple(dict.fromkeys(found + _ids(config.get("eos_token_id"))))
+    return tuple(dict.fromkeys([*found, *_ids(config.get("eos_token_id")), *_tokenizers_end(path)]))
+
+
+def _tokenizers_end(path: Path) -> list[int]:
+    """Returns the id of the tokenizer's end of sequence, which fine-tuned models often set there alone; none where
+    neither file tells it. Files that cannot be read are left to those that need them."""
+    try:
+        token = read_json(path / "tokenizer_config.json").get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        added = msgspec.json.decode((path / "tokenizer.json").read_bytes(), type=_AddedTokens).added_tokens
+    except (ModelLoadError, OSError, msgspec.DecodeError):
+        return []
+    return [each.id for each in added if each.content == text]
 
 
 def _ids(value: Any) -> list[int]:
