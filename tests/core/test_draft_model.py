@@ -18,6 +18,7 @@ import quantized_folders
 from benchmarks.draft_pair import save_pair
 from drafted import LOAD, VOCAB, assert_same, of_pools, text
 from drive import drive, request
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config
 
@@ -322,6 +323,18 @@ def test_draft_models_that_cannot_draft_are_refused(make, pair, tmp_path):
     _, small = save_pair(tmp_path / "small", draft_layers=1, later=1.0, **SIZES | {"head_dim": 16})
     with pytest.raises(ConfigError, match="'int4_mixed', and it holds heads of multiples of 32"):
         make(draft=small, kv_cache_dtype="int4_mixed")
+
+
+def test_a_model_without_a_head_makes_embeddings_and_drafts_nothing(make, pair, tmp_path):
+    """As Qwen3-Embedding is saved: without its head, and without the name of the model within."""
+    base = shutil.copytree(pair[1], tmp_path / "base")
+    weights = {name.removeprefix("model."): weight for name, weight in load_file(base / "model.safetensors").items()}
+    del weights["lm_head.weight"]
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    assert not make(model=base, draft=None).ready.has_head
+    assert make(draft=None).ready.has_head
+    with pytest.raises(ConfigError, match=r"no head \(lm_head\.weight\), so it cannot draft"):
+        make(draft=base)
 
 
 def test_the_model_as_its_own_draft_model_is_always_right(make_engine, prompts):

@@ -62,6 +62,14 @@ def test_a_rendered_chat_gets_no_second_set_of_special_tokens(inputs):
     assert request.cache_salt == "s"
 
 
+def test_a_model_without_a_head_only_makes_embeddings(inputs):
+    processor = InputProcessor(inputs.tokenizer, lambda: msgspec.structs.replace(inputs.facts(), has_head=False))
+    assert processor.process("x", None, "r", pooling=PoolingParams()).asked.pooling is not None
+    for params in (SamplingParams(), BeamSearchParams(2, max_tokens=4)):
+        with pytest.raises(errors.InvalidRequestError, match="embeddings only"):
+            processor.process("x", params, "r")
+
+
 def test_a_beam_too_wide_is_told_what_limits_it(inputs):
     facts = msgspec.structs.replace(inputs.facts(), vocab_size=10, max_num_seqs=20)
     processor = InputProcessor(inputs.tokenizer, lambda: facts)

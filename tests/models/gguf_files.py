@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,12 @@ def write_gguf(
     encode: Encode = float32,
     extra: dict[str, np.ndarray] | None = None,
     single_experts: bool = False,
+    tokens: Sequence[str] = (),
 ) -> Path:
     """metadata: what differs from the sizes in config.json, without the architecture's prefix; None leaves a key out.
     encode: (name in GGUF, float32 weight) -> stored array and its format; norms and biases stay float32.
-    single_experts: writes a tensor for each expert, as llama.cpp did until 2024, instead of one for all of a layer."""
+    single_experts: writes a tensor for each expert, as llama.cpp did until 2024, instead of one for all of a layer.
+    tokens: the texts of the vocabulary, if it has one."""
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]
     keys = {
@@ -79,6 +81,8 @@ def write_gguf(
             writer.add_float32(f"{architecture}.{key}", value)
         elif value is not None:
             writer.add_string(f"{architecture}.{key}", value)
+    if tokens:
+        writer.add_token_list(tokens)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(7)
     tensors = load_file(folder / "model.safetensors")

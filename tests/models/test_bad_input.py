@@ -108,6 +108,7 @@ def test_unsupported_family_lists_what_is_supported(folder):
         ({"hidden_act": "relu"}, "relu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"sliding_window": 16}, "sliding_window is 16"),
+        ({"is_causal": False}, "is_causal is False"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
     ],
 )

@@ -56,6 +56,8 @@ ARCHITECTURES = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}, {}, {}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
                      {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {}),
+    "llama-factor": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+                     {"rope.scaling.factor": 2.0}, {}),
     "llama-yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
                                                  "original_max_position_embeddings": 32}},
                    {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
@@ -74,7 +76,8 @@ ARCHITECTURES = {
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
                 {"rope.dimension_count": 16}, {}),
     "qwen2": ("qwen2", {}, {}, {}),
-    "qwen3": ("qwen3", {"head_dim": 32}, {"attention.key_length": 32, "attention.value_length": 32}, {}),
+    "qwen3": ("qwen3", {"head_dim": 32},
+              {"attention.key_length": 32, "attention.value_length": 32, "pooling_type": 3}, {}),
     "gemma2": ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4,
                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
                {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 4,
@@ -224,6 +227,13 @@ def test_overrides(wide, tmp_path):
         load(file, hf_overrides={"rms_norm_epsilon": 1.0})
 
 
+def test_tokens_that_end_turns_are_known_by_their_text(wide, tmp_path):
+    """The ends that converters name, 2 and 7 here, are others than those of Gemma's and Phi-3's turns."""
+    tokens = ["<eos>", "a", "<|im_end|>", "<end_of_turn>", "<|end|>", "a<|end|>"]
+    file = write_gguf(wide, tmp_path / "model.gguf", "llama", {}, tokens=tokens)
+    assert load(file).eos_token_ids == (2, 7, 0, 3, 4)
+
+
 def test_yarn_without_a_trained_length_stretches_the_files_own(wide, tmp_path):
     plain = load(write_gguf(wide, tmp_path / "plain.gguf", "llama", {})).max_model_len
     scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
@@ -233,20 +243,49 @@ def test_yarn_without_a_trained_length_stretches_the_files_own(wide, tmp_path):
     assert silent.spec.ropes == load(write_gguf(wide, tmp_path / "said.gguf", "llama", said)).spec.ropes
 
 
+def test_gemma_2_is_complete_where_the_first_files_are_silent(tmp_path):
+    save(tmp_path, "gemma2")
+    sizes = {"attention.key_length": 32, "attention.value_length": 32}
+    spec = load(write_gguf(tmp_path, tmp_path / "model.gguf", "gemma2", sizes)).spec
+    assert [layer.window for layer in spec.layers] == [4096, None]
+    assert (spec.attention_soft_cap, spec.final_soft_cap) == (50.0, 30.0)
+
+
+def test_a_files_attention_factor_multiplies_yarns_own(wide, tmp_path):
+    scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 2048}
+
+    def rope(name, **more):
+        added = {f"rope.scaling.{key}": value for key, value in more.items()}
+        return load(write_gguf(wide, tmp_path / f"{name}.gguf", "llama", scaling | added)).spec.ropes[0]
+
+    plain, own = rope("plain"), 1 + 0.1 * math.log(4)
+    assert plain.factor == pytest.approx(own)
+    assert rope("neutral", attn_factor=1.0, yarn_beta_fast=32.0, yarn_beta_slow=1.0) == plain
+    assert rope("higher", attn_factor=1.5).factor == pytest.approx(1.5 * own)
+    assert rope("ramp", yarn_beta_fast=8.0).inv_freq != plain.inv_freq
+    assert rope("ramp too", yarn_beta_slow=0.1).inv_freq != plain.inv_freq
+
+
 @pytest.mark.parametrize(
     ("architecture", "metadata", "named"),
     [
         ("mamba", {}, r"'mamba'; supported are llama"),
         ("qwen2", {"expert_count": 8}, r"qwen2\.expert_count = 8.*llama \(Mixtral\) and qwen3moe"),
         ("llama", {"expert_shared_count": 1}, r"llama\.expert_shared_count = 1"),
+        ("llama", {"pooling_type": 1}, r"llama\.pooling_type = 1"),
         ("llama", {"expert_gating_func": 2}, r"llama\.expert_gating_func = 2"),
         ("llama", {"logit_scale": 2.0}, r"llama\.logit_scale = 2"),
         ("llama", {"rope.scaling.type": "su"}, "'su'"),
+        ("llama", {"rope.scaling.attn_factor": 1.5}, r"attn_factor = 1\.5"),
+        ("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 1.5},
+         r"attn_factor = 1\.5"),
+        ("llama", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.1},
+         "yarn_log_multiplier"),
         ("llama", {"rope.dimension_count": 32}, "partial_rotary_factor is 0.5"),
         ("llama", {"attention.key_length": 64, "attention.value_length": 32}, "keys of 64 and values of 32"),
         ("llama", {"attention.sliding_window": 64}, "sliding_window is 64"),
     ],
-)
+)  # fmt: skip
 def test_unsupported(wide, tmp_path, architecture, metadata, named):
     with pytest.raises(UnsupportedModelError, match=named):
         load(write_gguf(wide, tmp_path / "model.gguf", architecture, metadata))

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from small_llama import edit_config, edit_weights, load, logits, save_llama
 
 from pagemill.errors import ConfigError, ModelConfigError, UnknownArgumentError
@@ -36,17 +37,72 @@ def test_shards_equal_one_file(folder, tmp_path):
     assert torch.equal(logits(load(sharded)), logits(load(folder)))
 
 
-def test_tied_embeddings_need_no_head_and_ignore_one(tmp_path):
+def test_tied_embeddings_need_no_head_and_either_may_be_stored(tmp_path):
     tied = save_llama(tmp_path, tie_word_embeddings=True)
-    expected = logits(load(tied))
-    edit_weights(tied, lm_head__weight=torch.zeros(64, 64))
-    assert torch.equal(logits(load(tied)), expected)
+    model = load(tied)
+    embedding = _tensors(tied)["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in _tensors(tied)
+    edit_weights(tied, lm_head__weight=embedding)
+    both = load(tied)
+    edit_weights(tied, model__embed_tokens__weight=None)
+    for other in (both, load(tied)):
+        assert other.decoder.weights.embedding is None
+        assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_head_that_differs_counts_although_it_is_called_tied(tmp_path, at, caplog):
+    folder = save_llama(tmp_path, tie_word_embeddings=False)
+    head = _tensors(folder)["model.embed_tokens.weight"].clone()
+    head[at, at] += 1
+    edit_weights(folder, lm_head__weight=head)
+    expected = logits(load(folder))
+    edit_config(folder, tie_word_embeddings=True)
+    assert torch.equal(logits(load(folder)), expected)
+    assert "differs from the embedding" in caplog.text
+
+
+def base_model(folder, *without):
+    """Renames the weights as a model without its head has them, and leaves some out."""
+    tensors = {name.removeprefix("model."): weight for name, weight in _tensors(folder).items() if name not in without}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_named_as_a_base_model_has_them(tmp_path, tied):
+    folder = save_llama(tmp_path, tie_word_embeddings=tied)
+    expected = load(folder)
+    found = load(base_model(folder))
+    assert found.has_head
+    assert torch.equal(logits(found), logits(expected))
+
+
+def test_a_base_model_without_a_head_makes_hidden_states(tmp_path):
+    folder = save_llama(tmp_path, tie_word_embeddings=False)
+    whole, base = load(folder), load(base_model(folder, "lm_head.weight"))
+    assert (whole.has_head, base.has_head) == (True, False)
+    for model in (whole, base):
+        model.decoder.logits = lambda hidden: hidden
+    assert torch.equal(logits(base), logits(whole))
 
 
 def test_eos_ids_of_both_configurations(copy):
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     assert load(copy).eos_token_ids == (7, 2)
     (copy / "generation_config.json").unlink()
+    assert load(copy).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", {"content": "<|im_end|>"}], ids=type)
+def test_the_tokenizers_end_is_an_end_too(copy, token):
+    """As vLLM has it: those who teach a base model to chat often change the tokenizer alone."""
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    assert load(copy).eos_token_ids == (2,)
+    added = [{"id": 5, "content": "<|im_start|>"}, {"id": 9, "content": "<|im_end|>", "special": True}]
+    (copy / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": {}}))
+    assert load(copy).eos_token_ids == (2, 9)
+    (copy / "tokenizer.json").write_text("{")
     assert load(copy).eos_token_ids == (2,)
 
 

@@ -130,6 +130,35 @@ def test_tools_and_calls_are_put_where_a_template_looks_for_them():
         own.apply_chat_template([QUESTION], tools="f")
 
 
+def test_calls_are_written_by_templates_that_write_them_of_messages_without_content_alone():
+    """As the first template of DeepSeek R1 does: beside a text, and an empty one is one, it leaves calls out."""
+    source = (
+        "{% for m in messages %}{% if m['content'] is none %}{% for call in m['tool_calls'] %}"
+        "[{{ call['function']['name'] + call['function']['arguments'] }}]{% endfor %}"
+        "{% else %}({{ m['content'] }}){% endif %}{% endfor %}"
+    )
+    tokenizer, call = tokenizer_of(source), called("x", '{"city": "Rome"}')
+    for content in (None, "", "\n"):
+        text = tokenizer.apply_chat_template([QUESTION, {**call, "content": content}])
+        assert text == '(Weather?)[get_weather{"city": "Rome"}]'
+    with pytest.raises(InvalidRequestError, match="send the calls without the content") as error:
+        tokenizer.apply_chat_template([QUESTION, {**call, "content": "Hm."}])
+    assert error.value.param == "messages"
+    marked = tokenizer_of(source + "{# <｜tool▁call▁begin｜>```json #}")
+    assert marked.apply_chat_template([QUESTION, {**call, "content": "Hm."}]) == (
+        "(Weather?)(Hm.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Rome"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>)'
+    )
+
+
+def test_calls_that_a_template_leaves_out_are_refused():
+    tokenizer = tokenizer_of("{% for m in messages if not m.tool_calls %}{{ m.content }}{% endfor %}")
+    with pytest.raises(InvalidRequestError, match="has no place for them"):
+        tokenizer.apply_chat_template([QUESTION, called("x", "{}")])
+    with_tools = tokenizer_of("{% for m in messages if tools and m.tool_calls %}{{ m.tool_calls }}{% endfor %}")
+    assert "get_weather" in with_tools.apply_chat_template([QUESTION, called("x", "{}")], tools=TOOLS)
+
+
 def test_a_template_gets_arguments_as_it_takes_them():
     for source, written in (
         ("{{ m.tool_calls[0].function.arguments }}", '{"city": "é"}'),

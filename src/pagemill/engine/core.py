@@ -460,6 +460,7 @@ class EngineCore:
             kv_memory=(num_frames + frames_taken(facts, self._streamed)) * facts.frame_bytes,
             eos_token_ids=sorted(facts.eos_token_ids),
             hidden_size=facts.hidden_size,
+            has_head=facts.has_head,
             model=facts.description,
             kv_format=f"{facts.kv.name}{self._streamed.description}",
             host_bytes=0 if self.tiers is None else self.tiers.host_bytes,

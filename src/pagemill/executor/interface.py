@@ -55,6 +55,7 @@ class ExecutorFacts:
     overlaps: True if the next plan should be made, applied and submitted before this step's result is collected.
     counts_steps: True if `Executor.memory` counts what steps need as used, so that the pool may have the rest.
     has_own_memory: True if the device's memory is not the host's.
+    has_head: False if the model makes embeddings only.
     streamed_bytes: the device's own memory that a frame outside the pool takes; together they take less than another
         frame's more.
     """
@@ -79,6 +80,7 @@ class ExecutorFacts:
     overlaps: bool = False
     counts_steps: bool = False
     has_own_memory: bool = False
+    has_head: bool = True
     streamed_bytes: int = 0
 
 

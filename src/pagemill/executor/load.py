@@ -155,6 +155,7 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
         kv=kv,
         streams=("host", "disk") if on_cpu else (),
         has_own_memory=not on_cpu,
+        has_head=model.has_head,
         compacts=on_cpu,
         quantization=model.quantization,
         description=(

@@ -103,6 +103,8 @@ def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedM
         quantization=_draft_quantization(model.quantization, path, backend.ops.keeps_narrow),
         packed=share.packed,
     )
+    if not draft.has_head:
+        raise _refusal("it has no head (lm_head.weight), so it cannot draft; use a model that generates")
     if draft.spec.vocab_size != model.spec.vocab_size:
         raise _refusal(
             f"its vocabulary has {draft.spec.vocab_size} tokens, the model's {model.spec.vocab_size}; both must have "

@@ -125,6 +125,11 @@ class InputProcessor:
         if pooling is not None:
             pooling = _own_pooling(pooling)
             params = SamplingParams(temperature=0.0, max_tokens=0, detokenize=False)
+        elif not facts.has_head:
+            raise errors.InvalidRequestError(
+                "this model makes embeddings only: its folder has no head (lm_head.weight), and its configuration ties "
+                "none to the embedding; ask for embeddings, or serve a model that generates"
+            )
         _check_token_ids(token_ids, facts, answered=answered)
         if ends is not None and (pooling is not None or isinstance(params, BeamSearchParams)):
             what = "a beam search, which knows no end but that of a text" if pooling is None else "an embedding"

@@ -72,7 +72,7 @@ class ChatTemplate:
         """
         check_messages(messages)
         conversation = [_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
-        if not self._dialect.takes_calls and any("tool_calls" in message for message in conversation):
+        if any("tool_calls" in message for message in conversation) and not self._dialect.takes_calls:
             raise InvalidRequestError(
                 f"a message has tool_calls, {NO_PLACE}",
                 param="messages",

@@ -178,6 +178,7 @@ def describe_decoder(
     partial_rope: True if that one honours `partial_rotary_factor`.
     features:     the fields in which the family differs.
     """
+    config.refuse("is_causal", True)
     positions = positions or _one_rope(config, max_model_len, partial_rope)
     activation = config.get(activation_key)
     if activation not in _ACTIVATIONS:

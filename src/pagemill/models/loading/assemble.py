@@ -347,7 +347,7 @@ class Assembler:
 
     def _ignored(self, name: str) -> bool:
         spec, names = self.spec, self.names
-        tied_head = spec.tied_embeddings and name == f"{names.lm_head}.weight"
+        tied_head = spec.tied_embeddings and name == f"{names.lm_head}.weight" != f"{names.embedding}.weight"
         behind = range(len(spec.layers), len(spec.layers) + spec.draft_layers)
         drafts = any(name.startswith(names.layer.format(layer=index)) for index in behind)
         return tied_head or drafts or name.endswith(names.ignored)

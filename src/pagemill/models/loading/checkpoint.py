@@ -63,6 +63,7 @@ class Checkpoint:
     names:     where the weights are; None: as the family says.
     quantization: how some weights are stored, in integers ("gguf", "gptq", "awq") or in "fp8"; None: none are.
     readable:  dtypes that `read_into` converts.
+    is_headless: True if it may lack the head that its configuration asks for: a base model was saved.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class Checkpoint:
     names: WeightNames | None = None
     quantization: str | None = None
     readable: Sequence[str] = tuple(PLAIN_DTYPES)
+    is_headless: bool = False
 
     def float_dtypes(self) -> dict[torch.dtype, int]:
         """Returns the stored bytes of each dtype of plain numbers."""
@@ -120,6 +122,19 @@ class Checkpoint:
     def adds_nothing(self, name: str) -> bool:
         """Returns True for a tensor that may be left out, since its numbers change nothing."""
         return False
+
+    def stores_alike(self, first: str, second: str) -> bool:
+        """Returns True if two tensors are stored with the same shape, dtype and bytes."""
+        one, other = self.tensors[first], self.tensors[second]
+        if (one.shape, one.dtype, one.nbytes) != (other.shape, other.dtype, other.nbytes):
+            return False
+        for begin in range(0, one.nbytes, PIECE_BYTES):
+            pieces = np.empty((2, min(PIECE_BYTES, one.nbytes - begin)), np.uint8)
+            for info, piece in zip((one, other), pieces, strict=True):
+                info.file.read(info.begin + begin, piece)
+            if not np.array_equal(*pieces):
+                return False
+        return True
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Copies a tensor into contiguous `out` (same shape, any dtype and device), converting, piece by piece.

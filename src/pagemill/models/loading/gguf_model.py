@@ -31,6 +31,7 @@ from pagemill.models.loading.gguf_file import FORMATS, GGUFFile
 from pagemill.models.loading.gguf_integers import integers_of
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import GGUF
+from pagemill.models.rope import magnitude
 from pagemill.ops.quantized import QuantizedWeight
 
 ROUNDED_BYTES = 4 << 20
@@ -75,10 +76,25 @@ _USED_OTHERWISE = {
     "rope.scaling.factor",
     "rope.scaling.attn_factor",
     "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
 }
 _WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-_NEUTRAL = {"attention.causal": True, "pooling_type": 0, "expert_gating_func": 1, "expert_weights_norm": True}
-"""Settings that may be there if they say what is done anyway: a softmax chooses experts, whose shares sum to 1."""
+_NEUTRAL = {
+    "attention.causal": (True,),
+    "pooling_type": (0, 3),
+    "expert_gating_func": (1,),
+    "expert_weights_norm": (True,),
+}
+"""Settings that may be there if they say what is done anyway: embeddings are of the last token (3), or not spoken of;
+a softmax chooses experts, whose shares sum to 1."""
+_OF_GEMMA2 = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""What llama.cpp takes where a file is silent, as the first ones were."""
+_ENDS = {
+    *("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>"),
+    *("<EOT>", "▁<EOT>", "<end_of_turn>", "<end_of_utterance>", "<eos>"),
+}
+"""Texts of tokens that end an answer wherever they are in a vocabulary, as llama.cpp takes them."""
 
 
 class GGUFModel(Checkpoint):
@@ -101,8 +117,7 @@ class GGUFModel(Checkpoint):
         self.names = replace(GGUF, paired_rope=architecture in _PAIRED_ROPE)
         if architecture == "phi3":
             self.names = replace(GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",))
-        ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-        self.eos_token_ids = tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
+        self.eos_token_ids = _eos_token_ids(metadata)
 
     def stored_bits(self, name: str) -> int | None:
         return _BITS.get(self.tensors[name].dtype)
@@ -186,7 +201,7 @@ class GGUFModel(Checkpoint):
         prefix = f"{architecture}."
         found = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
         for key, value in found.items():
-            if key not in _KEYS and key not in _USED_OTHERWISE | _WITHOUT_EFFECT and _NEUTRAL.get(key) != value:
+            if key not in _KEYS and key not in _USED_OTHERWISE | _WITHOUT_EFFECT and value not in _NEUTRAL.get(key, ()):
                 raise UnsupportedModelError(
                     f"{self.path} has {prefix}{key} = {value!r}, which is not supported; use the Hugging Face folder",
                     param=prefix + key,
@@ -233,6 +248,8 @@ class GGUFModel(Checkpoint):
             config["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(layers)]
         if model_type == "qwen3_moe":
             config |= {"decoder_sparse_step": 1, "norm_topk_prob": True}
+        if model_type == "gemma2":
+            config |= {key: config[key] or value for key, value in _OF_GEMMA2.items()}
         if model_type in ("gemma2", "gemma3_text"):
             period = 2 if model_type == "gemma2" else 6
             kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
@@ -252,7 +269,13 @@ class GGUFModel(Checkpoint):
         return config
 
     def _rope(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        kind = found.get("rope.scaling.type", "none")
+        """Returns the parameters of the rotary embedding, as llama.cpp takes them: a factor without a type is linear,
+        and the file's attention factor multiplies the one that yarn has of its own."""
+
+        def number(key: str) -> float:
+            return ModelConfig({key: found.get(key) or 1.0}).number(key)
+
+        kind = found.get("rope.scaling.type", "linear" if "rope.scaling.factor" in found else "none")
         parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": found.get("rope.freq_base", 10000.0)}
         trained = found.get("rope.scaling.original_context_length")
         if "rope_factors_long.weight" in self.tensors:
@@ -263,16 +286,27 @@ class GGUFModel(Checkpoint):
                 "original_max_position_embeddings": trained,
                 "attention_factor": found.get("rope.scaling.attn_factor") or None,
             }
-        if "rope_freqs.weight" in self.tensors:
+        stretched, raised = number("rope.scaling.factor"), number("rope.scaling.attn_factor")
+        by_frequency = "rope_freqs.weight" in self.tensors
+        if kind == "yarn" and not by_frequency:
+            return parameters | {
+                "rope_type": kind,
+                "factor": stretched,
+                "original_max_position_embeddings": trained or found.get("context_length"),
+                "attention_factor": raised * magnitude(stretched),
+                "beta_fast": found.get("rope.scaling.yarn_beta_fast"),
+                "beta_slow": found.get("rope.scaling.yarn_beta_slow"),
+            }
+        if raised != 1.0 or (by_frequency and kind != "none" and stretched != 1.0):
+            key, value = ("factor", stretched) if raised == 1.0 else ("attn_factor", raised)
+            raise UnsupportedModelError(
+                f"{self.path} has rope.scaling.{key} = {value:g} beside {'rope_freqs.weight' if by_frequency else kind}"
+                f", which is not supported; use the Hugging Face folder",
+                param=f"rope.scaling.{key}",
+            )
+        if by_frequency:
             return parameters | {"rope_type": "frequency_factors", "factors": self._floats("rope_freqs.weight")}
-        if kind == "none":
-            return parameters
-        return parameters | {
-            "rope_type": kind,
-            "factor": found.get("rope.scaling.factor"),
-            "original_max_position_embeddings": (trained or found.get("context_length")) if kind == "yarn" else None,
-            "attention_factor": found.get("rope.scaling.attn_factor"),
-        }
+        return parameters if kind == "none" else parameters | {"rope_type": kind, "factor": stretched}
 
     def _floats(self, name: str) -> list[float]:
         if name not in self.tensors:
@@ -281,6 +315,18 @@ class GGUFModel(Checkpoint):
         self.read_into(name, values)
         result: list[float] = values.tolist()
         return result
+
+
+def _eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the ids of the tokens that end an answer: those that the file names, then those known by their text.
+
+    Converters name a single token, which for many models (Gemma, Phi-3, the first Llama 3) ends texts but not turns.
+    """
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    texts = enumerate(tokens if isinstance(tokens, list) else [])
+    known = [token_id for token_id, text in texts if isinstance(text, str) and text in _ENDS]
+    return tuple(dict.fromkeys(end for end in named + known if isinstance(end, int)))
 
 
 def _single_experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:

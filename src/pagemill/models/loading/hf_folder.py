@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelNotFoundError
+import msgspec
+
+from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelLoadError, ModelNotFoundError
 from pagemill.models.families import find_family
 from pagemill.models.loading.checkpoint import (
     PLAIN_DTYPES,
@@ -27,6 +29,9 @@ from pagemill.models.loading.normal_config import complete
 
 _OTHER_DTYPES = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"}
 _OTHER_FLOATS = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
+_BASE, _EMBEDDING, _HEAD = "model.", "embed_tokens.weight", "lm_head.weight"
+"""Names of a model with a head begin with the first, but for the head's; those of a base model saved by itself, as many
+embedding models are, do not."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -44,6 +49,9 @@ class HuggingFaceFolder(Checkpoint):
                 f"{path / _INDEX} lists {len(missing)} tensors that no file holds, first {missing[0]!r} in "
                 f"{self._declared[missing[0]]}; download the model again"
             )
+        if _EMBEDDING in self.tensors and not any(name.startswith(_BASE) for name in self.tensors):
+            self.is_headless = _HEAD not in self.tensors
+            self.tensors = {name if name == _HEAD else _BASE + name: info for name, info in self.tensors.items()}
 
     def _weight_files(self) -> list[Path]:
         self._declared: dict[str, str] = {}
@@ -169,12 +177,33 @@ def _normalise(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     return complete(model_type, raw, path)
 
 
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
 def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of generation_config.json, then of config.json, each once."""
+    """Returns the end-of-sequence ids of generation_config.json, then of config.json and the tokenizer, each once."""
     found: list[int] = []
     with contextlib.suppress(ModelNotFoundError):
         found += _ids(read_json(path / "generation_config.json").get("eos_token_id"))
-    return tuple(dict.fromkeys(found + _ids(config.get("eos_token_id"))))
+    return tuple(dict.fromkeys([*found, *_ids(config.get("eos_token_id")), *_tokenizers_end(path)]))
+
+
+def _tokenizers_end(path: Path) -> list[int]:
+    """Returns the id of the tokenizer's end of sequence, which fine-tuned models often set there alone; none where
+    neither file tells it. Files that cannot be read are left to those that need them."""
+    try:
+        token = read_json(path / "tokenizer_config.json").get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        added = msgspec.json.decode((path / "tokenizer.json").read_bytes(), type=_AddedTokens).added_tokens
+    except (ModelLoadError, OSError, msgspec.DecodeError):
+        return []
+    return [each.id for each in added if each.content == text]
 
 
 def _ids(value: Any) -> list[int]:

@@ -20,6 +20,7 @@ from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading.assemble import Assembler
 from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
+from pagemill.models.loading.head import find_head
 from pagemill.models.loading.hf_folder import read_folder_config
 from pagemill.models.loading.keep import Keep, Nothing
 from pagemill.models.loading.packed_store import PackedStore, packed_key
@@ -49,6 +50,7 @@ class LoadedModel:
     fingerprint:   32 bytes; see `loading.checkpoint.fingerprint`.
     spec:          of the whole model; `decoder.spec` is of what the decoder computes.
     names:         what Hugging Face's checkpoints of its family, and adapters, call its weights.
+    has_head:      False if the model makes embeddings only; its logits say nothing.
     """
 
     decoder: Decoder
@@ -59,6 +61,7 @@ class LoadedModel:
     max_model_len: int
     fingerprint: bytes
     names: WeightNames
+    has_head: bool = True
 
 
 AttentionChoice = Callable[[DecoderSpec, torch.dtype], AttentionBackend]
@@ -113,7 +116,8 @@ def load_model(
             param="quantization",
         )
     family = find_family(config["model_type"], config.get("architectures"))
-    spec = family.describe(ModelConfig(config), max_model_len)
+    described = family.describe(ModelConfig(config), max_model_len)
+    spec, names, has_head = find_head(checkpoint, described, checkpoint.names or family.names)
     if sharding is not None:
         check_heads(spec, sharding.exchange.size)
     chosen = resolve_dtype(
@@ -129,7 +133,6 @@ def load_model(
     mark = fingerprint(checkpoint, spec, chosen)
 
     def assemble(keep: Keep) -> DecoderWeights:
-        names = checkpoint.names or family.names
         return Assembler(
             checkpoint, spec, names, ops, chosen, device, progress, quantization, sharding, keep
         ).assemble()
@@ -151,6 +154,7 @@ def load_model(
         max_model_len=max_model_len or spec.max_position,
         fingerprint=mark,
         names=family.names,
+        has_head=has_head,
     )
 
 
