@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,17 +87,14 @@ def test_a_block_that_comes_again_is_as_recent_as_it_is(tmp_path):
 
 
 def test_a_file_that_goes_while_a_folder_is_listed_hides_no_other(tmp_path, monkeypatch):
-    scandir = os.scandir
+    listdir = os.listdir
 
     def listing(folder):
-        (Path(folder) / "gone.unfinished").touch()
-        entries = sorted(scandir(folder), key=lambda entry: not entry.name.endswith(".unfinished"))
-        (Path(folder) / "gone.unfinished").unlink()
-        return entries
+        return ["0.1.2.unfinished", *listdir(folder)]
 
     with closing(shared(tmp_path)) as one, closing(shared(tmp_path)) as other:
         write(one, range(20))
-        monkeypatch.setattr(shared_store, "os", SimpleNamespace(**vars(os) | {"scandir": listing}))
+        monkeypatch.setattr(shared_store, "os", SimpleNamespace(**vars(os) | {"listdir": listing}))
         for _ in range(2):
             other.look()
             assert read(other, range(20)) == list(range(20))
@@ -216,17 +217,108 @@ def test_what_the_folder_refuses_is_an_error_that_leaves_nothing_behind(tmp_path
         SharedStore(tmp_path / "file", FORMAT, 1 << 20)
 
 
-@pytest.mark.parametrize("damaged", [b"", b"\xff\xfe", b"other"])
-def test_a_tenants_damaged_name_hides_its_blocks_until_one_is_stored(tmp_path, damaged):
+@pytest.mark.parametrize("damaged", [b"", b"\xff\xfe", b"other", None])
+def test_blocks_of_a_tenant_whose_name_is_lost_count_as_the_default_ones(tmp_path, damaged):
     with closing(shared(tmp_path, 8)) as store:
         write(store, range(8), tenant="Jürgen")
         (name,) = store.folder.glob("*/tenant")
-    name.write_bytes(damaged)
-    with closing(shared(tmp_path, 8)) as store:
-        assert store.names() == []
+    name.unlink() if damaged is None else name.write_bytes(damaged)
+    with closing(shared(tmp_path, 8)) as store, closing(shared(tmp_path, 8)) as other:
+        assert store.blocks_by_tenant() == {"default": 8}
+        assert read(store, range(9)) == list(range(8))
         write(store, [8], tenant="Jürgen")
+        assert len(files(store)) == 8  # the limit holds
         assert name.read_text(encoding="utf-8") == "Jürgen"
+        for each in (store, other):
+            each.look()
+            assert each.blocks_by_tenant() == {"Jürgen": 8}
+            assert read(each, range(9)) == [*range(7), 8]
+
+
+def test_what_is_used_keeps_its_tenants_file_and_who_knows_it_writes_it_again(tmp_path):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(3))
+        write(store, range(3, 6), tenant="acme")
+        names = {name.read_text(): name for name in store.folder.glob("*/tenant")}
+        for name in names.values():
+            os.utime(name, (0, 0))
+        store.use([(digest_of(3), 0)])
         store.look()
-        assert read(store, range(9)) == list(range(9))
-        write(store, [9], tenant="Jürgen")
-        assert len(files(store)) == len(store.names()) == 8
+        assert [names[tenant].stat().st_mtime > 0 for tenant in ("default", "acme")] == [False, True]
+        for name in names.values():
+            name.unlink()
+        store.look()
+        assert {name.read_text(): name for name in store.folder.glob("*/tenant")} == names
+        names["default"].unlink()
+    with closing(shared(tmp_path)) as again:
+        assert read(again, range(6)) == list(range(6))
+        assert names["default"].read_text() == "default"
+
+
+def test_the_documented_upkeep_removes_blocks_and_nothing_else(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs/guide/memory.md").read_text()
+    command = re.search(r"`find FOLDER (.*?-delete)`", guide)[1]
+    with closing(shared(tmp_path)) as store:
+        write(store, range(4))
+        for path in [*store.folder.glob("*/tenant"), files(store)[0]]:
+            os.utime(path, (0, 0))
+        subprocess.run(["find", str(tmp_path), *shlex.split(command)], check=True)
+        assert len(files(store)) == 3
+        assert len([*store.folder.glob("*/tenant")]) == 1
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(3))
+        shutil.rmtree(store.folder)
+        assert read(store, range(3)) == []
+        assert write(store, range(5)) == 5
+        assert store.folder.stat().st_mode & 0o777 == 0o700
+        store.look()
+        assert read(store, range(5)) == list(range(5))
+        shutil.rmtree(tmp_path)
+        with pytest.raises(KVStoreError, match=f"No such file.*see that {tmp_path} is there"):
+            write(store, [9])
+
+
+def test_times_of_a_clock_that_was_wrong_count_as_now(tmp_path, monkeypatch):
+    hour = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3600})
+    with closing(shared(tmp_path, 6)) as living, closing(shared(tmp_path, 6)) as other:
+        with monkeypatch.context() as ahead:
+            ahead.setattr(shared_store, "time", hour)
+            write(living, range(6))
+        other.look()
+        for store, first in ((living, 10), (other, 20)):
+            for i in range(first, first + 6):
+                write(store, [i])
+            store.use([(digest_of(first), 0)])
+            store.look()
+            write(store, [first + 6])
+            assert read(store, range(first + 7)) == [first, *range(first + 2, first + 7)]
+            living.look()
+            other.look()
+        assert all(path.stat().st_mtime < time.time() + 60 for path in files(other))
+
+
+def test_many_blocks_are_learned_and_forgotten_in_pages_in_the_order_of_their_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_store, "PAGE", 3)
+    with closing(shared(tmp_path, 20)) as one, closing(shared(tmp_path, 20)) as other:
+        write(one, range(20))
+        other.look()
+        write(other, range(20, 30))
+        assert read(other, range(30)) == [*range(10), *range(20, 30)]
+        one.look()
+        assert sorted(one.names()) == sorted(other.names())
+        shutil.rmtree(files(one)[0].parent)
+        one.look()
+        assert len(one.names()) == len(files(one)) < 20
+
+
+def test_a_look_rests_behind_each_folder_and_lets_a_store_be_closed(tmp_path, monkeypatch):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(50))
+    monkeypatch.setattr(shared_store, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(shared_store, "LOOK_SHARE", 1e-9)
+    store = shared(tmp_path)
+    assert len(store.names()) == 50  # the first look rests little
+    store.close()
