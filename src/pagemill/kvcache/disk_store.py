@@ -63,12 +63,16 @@ class DiskStore:
 
     limit_bytes: the most that `blocks.dat` may grow to; of the tenant that has borrowed most, what was used longest ago
     makes room, a chain's end first. A file that is larger is cut down to it here, unless another process uses it.
+    windows: by layer group, the attention window in tokens, or None for full attention; kept with the blocks, and read
+    from there where they are not given. None if no one has given them yet.
     """
 
     name = "disk"
     lasting = True
 
-    def __init__(self, root: Path, format: StoreFormat, limit_bytes: int) -> None:
+    def __init__(
+        self, root: Path, format: StoreFormat, limit_bytes: int, windows: Sequence[int | None] | None = None
+    ) -> None:
         self.format = format
         self.folder = root / format.key
         self.record_bytes = format.record_bytes
@@ -88,12 +92,12 @@ class DiskStore:
         self._teller: threading.Timer | None = None
         try:
             with ExitStack() as opened:
-                self._open(opened)
+                self._open(opened, windows)
                 self._opened = opened.pop_all()
         except (OSError, sqlite3.Error) as error:
             raise KVStoreError(f"the KV store {self.folder} cannot be opened: {error}") from error
 
-    def _open(self, opened: ExitStack) -> None:
+    def _open(self, opened: ExitStack, windows: Sequence[int | None] | None) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(self.folder)
         in_use = open_private(self.folder / "lock")
@@ -105,8 +109,9 @@ class DiskStore:
             fcntl.flock(in_use, fcntl.LOCK_SH)
         self._reads = DirectReads(self.folder / "blocks.dat", self._file, self._read_at_once * self.slot_bytes)
         opened.callback(self._reads.close)
-        self._index = StoreIndex(self.folder, self.format, self._file, self.slot_bytes, in_use)
+        self._index = StoreIndex(self.folder, self.format, self._file, self.slot_bytes, in_use, windows)
         opened.callback(self._index.close)
+        self.windows = self._index.windows()
         if alone:
             self._shrink()
         fcntl.flock(in_use, fcntl.LOCK_SH)

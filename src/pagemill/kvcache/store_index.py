@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -95,14 +96,25 @@ class StoreIndex:
     file: descriptor of the blocks' file, in slots of `slot_bytes`.
     in_use: descriptor of a file that all who use the folder have locked together; it is locked alone if the index was
         made again.
+    windows: by layer group, the attention window in tokens, or None for full attention; noted for who opens the store
+        later. None where they are not known.
     Raises KVStoreError, OSError.
     """
 
-    def __init__(self, folder: Path, format: StoreFormat, file: int, slot_bytes: int, in_use: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        format: StoreFormat,
+        file: int,
+        slot_bytes: int,
+        in_use: int,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
         self._folder = folder
         self._format = format
         self._file = file
         self._slot_bytes = slot_bytes
+        self._windows = windows
         self._lookup_lock = threading.Lock()
         self._used: dict[tuple[bytes, int], float] = {}  # since the last transaction
         path = folder / "index.sqlite"
@@ -121,6 +133,16 @@ class StoreIndex:
             raise KVStoreError(
                 f"{folder} holds blocks of {stored}, not of {format}; rename it {stored.key}, or remove it"
             )
+
+    def windows(self) -> list[int | None] | None:
+        """Returns the windows that were noted last; None if none were. Raises ValueError or TypeError for other
+        values."""
+        with self._reading() as lookup:
+            row = lookup.execute("SELECT value FROM meta WHERE key = 'windows'").fetchone()
+        windows = None if row is None else json.loads(row[0])
+        if windows is not None and not all(each is None or (isinstance(each, int) and each > 0) for each in windows):
+            raise ValueError(f"its windows are {windows!r}")
+        return windows
 
     def slots(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
         """Returns the slots of blocks (digest, group); None for those that are not stored."""
@@ -271,11 +293,14 @@ class StoreIndex:
                 for statement in chain(*_UPDATES[version:]):
                     db.execute(statement)
                 self._correct_times(db)
+            if self._windows is not None:
+                db.execute("INSERT OR REPLACE INTO meta VALUES ('windows', ?)", (json.dumps(self._windows),))
         if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("its pages are damaged")
         if not self._db.execute(_SOUND).fetchone()[0]:
             raise sqlite3.DatabaseError("its entries are damaged")
         self._stored_format()
+        self.windows()
 
     def _rebuild(self, path: Path, in_use: int, error: Exception) -> None:
         """Makes a damaged index again from the slots' headers, if nobody else is using the store."""
