@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -314,11 +315,18 @@ def test_many_blocks_are_learned_and_forgotten_in_pages_in_the_order_of_their_us
         assert len(one.names()) == len(files(one)) < 20
 
 
-def test_a_look_rests_behind_each_folder_and_lets_a_store_be_closed(tmp_path, monkeypatch):
-    with closing(shared(tmp_path)) as store:
-        write(store, range(50))
-    monkeypatch.setattr(shared_store, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(shared_store, "LOOK_SHARE", 1e-9)
-    store = shared(tmp_path)
-    assert len(store.names()) == 50  # the first look rests little
-    store.close()
+def test_a_look_rests_behind_each_folder_and_ends_where_the_store_is_closed(tmp_path, monkeypatch):
+    with closing(shared(tmp_path)) as other:
+        write(other, range(20))
+        store = shared(tmp_path)
+        assert len(store.names()) == 20  # nobody waits for a step yet: the first look rests little
+        monkeypatch.setattr(shared_store, "LOOK_SHARE", 1e-9)
+        looking = threading.Thread(target=store.look)
+        looking.start()
+        looking.join(0.2)
+        assert looking.is_alive()
+        write(other, [20])
+        assert read(store, range(21)) == list(range(20))
+        assert write(store, [30]) == 1
+        store.close()
+        looking.join()

@@ -199,7 +199,9 @@ def _host_tier(
     return [HostStore(capacity, facts.record_bytes, copying_cores(facts.overlaps), memory.wanted)]
 
 
-def _disk_tier(config: EngineConfig, format: StoreFormat, windows: Sequence[int | None], taken: int) -> list[DiskStore | SharedStore]:
+def _disk_tier(
+    config: EngineConfig, format: StoreFormat, windows: Sequence[int | None], taken: int
+) -> list[DiskStore | SharedStore]:
     """Returns the disk tier, unless streamed blocks, which take so many bytes of it, leave no room."""
     root = _disk_root(config)
     if config.kv_disk_shared:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import sqlite3
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import repeat, takewhile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -23,7 +22,7 @@ from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.store_format import Slots, StoreFormat
 from pagemill.memory.digest import extend_chain, namespace_root
-from pagemill.memory.prefix_index import PrefixIndex
+from pagemill.memory.reach import leading, reach
 from pagemill.memory.work import BlockName
 from pagemill.namespace import Namespace
 
@@ -99,22 +98,23 @@ def stored_prefixes(store: DiskStore, prefixes: Sequence[tuple[Namespace, Sequen
         with suppress(struct.error):  # ids that no token has
             root = namespace_root(space, bytes.fromhex(at.fingerprint), at.kv_format, at.numerics)
             extend_chain(chain, root, token_ids, at.block_size)
-        held = {name[:2] for digest in chain for name in stored.get(digest, ())}
-        reach = _reach(chain, held, store.windows, at.block_size)
-        found.append([name for digest in chain[:reach] for name in stored.get(digest, ())])
+        held: defaultdict[int, set[bytes]] = defaultdict(set)
+        for digest in chain:
+            for name in stored.get(digest, ()):
+                held[name.group].add(digest)
+        end = _reach(chain, held, store.windows, at.block_size)
+        found.append([name for digest in chain[:end] for name in stored.get(digest, ())])
     return found
 
 
 def _reach(
-    chain: Sequence[bytes], held: Set[tuple[bytes, int]], windows: Sequence[int | None] | None, block_size: int
+    chain: Sequence[bytes], held: Mapping[int, Set[bytes]], windows: Sequence[int | None] | None, block_size: int
 ) -> int:
     """Returns how many leading blocks of a chain an engine finds whose pool is empty. Where no engine has opened the
     store yet, which would have said what windows its model has, that is as far as one layer group has them."""
-    if windows is not None:
-        return PrefixIndex(0, block_size, windows).reach(chain, held.__contains__)
-    groups = {group for _, group in held}
-    lengths = [sum(1 for _ in takewhile(held.__contains__, zip(chain, repeat(group)))) for group in groups]
-    return max(lengths, default=0)
+    if windows is None:
+        return max((leading(chain, len(chain), [digests]) for digests in held.values()), default=0)
+    return reach(chain, windows, [held.get(group, set()) for group in range(len(windows))], block_size)
 
 
 def export_store(store: DiskStore, file: BinaryIO, chosen: Sequence[BlockName] | None = None) -> int:
