@@ -283,22 +283,28 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
 
 
 def test_times_of_a_clock_that_was_wrong_count_as_now(tmp_path, monkeypatch):
+    def ahead(store) -> list[int]:
+        late = {path.name.partition("-")[0] for path in files(store) if path.stat().st_mtime > time.time() + 60}
+        return [i for i in range(30) if digest_of(i).hex() in late]
+
     hour = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3600})
-    with closing(shared(tmp_path, 6)) as living, closing(shared(tmp_path, 6)) as other:
-        with monkeypatch.context() as ahead:
-            ahead.setattr(shared_store, "time", hour)
-            write(living, range(6))
-        other.look()
-        for store, first in ((living, 10), (other, 20)):
-            for i in range(first, first + 6):
-                write(store, [i])
-            store.use([(digest_of(first), 0)])
-            store.look()
-            write(store, [first + 6])
-            assert read(store, range(first + 7)) == [first, *range(first + 2, first + 7)]
-            living.look()
+    with closing(shared(tmp_path, 6)) as living:
+        with monkeypatch.context() as wrong:
+            wrong.setattr(shared_store, "time", hour)
+            write(living, range(3))
+        write(living, range(3, 6))
+        assert ahead(living) == [0, 1, 2]  # none that was written since
+        with closing(shared(tmp_path, 6)) as other:
+            other.use([(digest_of(0), 0)])
             other.look()
-        assert all(path.stat().st_mtime < time.time() + 60 for path in files(other))
+            assert ahead(other) == [1, 2]
+            write(other, [10, 11, 12])
+            assert read(other, range(13)) == [0, 1, 2, 10, 11, 12]
+            write(other, [13])
+            assert ahead(other) == []
+            assert 1 in read(other, range(14))
+            write(other, range(20, 26))
+            assert read(other, range(30)) == list(range(20, 26))
 
 
 def test_many_blocks_are_learned_and_forgotten_in_pages_in_the_order_of_their_use(tmp_path, monkeypatch):
