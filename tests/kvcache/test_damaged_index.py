@@ -43,6 +43,9 @@ def test_a_damaged_index_is_made_again_from_the_blocks(tmp_path, damage):
         "UPDATE blocks SET slot = 1000000000000 WHERE slot = 3",
         "UPDATE blocks SET depth = 'deep' WHERE slot = 3",
         "INSERT INTO free VALUES (-3)",
+        "INSERT INTO meta VALUES ('windows', '[null, -1]')",
+        "INSERT INTO meta VALUES ('windows', '[')",
+        "INSERT INTO meta VALUES ('windows', NULL)",
     ],
 )
 def test_an_index_with_other_entries_than_it_should_have_is_made_again(tmp_path, damage):

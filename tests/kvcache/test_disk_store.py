@@ -4,19 +4,25 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from disk_blocks import FORMAT, RECORD, content, digest_of, name_of, read, store_of, write
+from typer.testing import CliRunner
 
+from pagemill.cli.cache import cache
 from pagemill.errors import KVStoreError
+from pagemill.kvcache import disk_store, store_archive, store_index
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.store_format import StoreFormat
 from pagemill.kvcache.store_index import StoreIndex
+from waiting import wait_until
 
 
 def test_what_was_written_is_read_by_another_process_later(tmp_path):
@@ -91,6 +97,47 @@ def test_the_longest_unused_makes_room_a_chains_end_first(tmp_path):
     assert store.stats().blocks == 10
 
 
+def test_times_of_a_clock_that_was_wrong_count_as_now(tmp_path, monkeypatch):
+    ahead = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3600})
+    with closing(store_of(tmp_path, blocks=10)) as living:
+        with monkeypatch.context() as wrong:
+            for module in (store_index, disk_store):
+                wrong.setattr(module, "time", ahead)
+            write(living, range(10))
+            living.use([(digest_of(i), 0) for i in range(10)])
+        for first in range(100, 140, 10):
+            write(living, range(first, first + 5))
+            write(living, range(first + 5, first + 10))
+            assert len(read(living, range(first, first + 10))) == 10
+        with monkeypatch.context() as wrong:
+            wrong.setattr(disk_store, "time", ahead)
+            write(living, range(10))
+    with closing(store_of(tmp_path, blocks=10)) as again:
+        assert again.prune(unused_for_s=-60.0) == 10
+
+
+def test_what_a_process_only_reads_others_learn_of_its_uses(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_store, "TELL_S", 0.001)
+    with closing(store_of(tmp_path, blocks=10)) as reader, closing(store_of(tmp_path, blocks=10)) as writer:
+        write(writer, range(10))
+        for first in range(100, 108, 4):
+            told = last_use(reader)
+            reader.use([(digest_of(i), 0) for i in (0, 1)])
+            wait_until(lambda told=told: last_use(reader) > told, "no use was told")
+            write(writer, range(first, first + 4))
+            assert read(reader, range(10))[:2] == [0, 1]
+        monkeypatch.setattr(disk_store, "TELL_S", 3600.0)
+        told = last_use(reader)
+        reader.use([(digest_of(0), 0)])
+        reader.close()
+        assert last_use(writer) > told
+
+
+def last_use(store: DiskStore) -> float:
+    with closing(sqlite3.connect(store.folder / "index.sqlite")) as db:
+        return db.execute("SELECT MAX(used_s) FROM blocks").fetchone()[0]
+
+
 def test_a_lower_limit_holds_from_the_start_and_keeps_what_was_used_last(tmp_path):
     store = store_of(tmp_path)
     write(store, range(10))
@@ -163,12 +210,35 @@ def test_a_flipped_bit_costs_one_block_and_no_other(tmp_path):
             hurt.add(i)
     whole = [i for i in range(60) if i not in hurt]
     checked = list(store.verify())
-    assert {name for name, ok in checked if not ok} == {name_of(i) for i in hurt}
+    assert {name for name, ok, _ in checked if not ok} == {name_of(i) for i in hurt}
+    assert all(held == ok for _, ok, held in checked)
     assert len(checked) == 60
     assert store.stats().broken == 25
     assert read(store, list(range(60))) == whole
     assert write(store, range(60)) == 25
     assert read(store, list(range(60))) == list(range(60))
+
+
+def test_a_broken_block_that_cannot_be_dropped_now_is_said_to_be_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_index, "BUSY_TIMEOUT_S", 0.05)
+    store = store_of(tmp_path)
+    write(store, range(3))
+    with (store.folder / "blocks.dat").open("r+b") as file:
+        file.seek(2 * 8192 - 1)
+        file.write(b"\xff")
+    writer = sqlite3.connect(store.folder / "index.sqlite", isolation_level=None)
+
+    def begin_write(root, key) -> DiskStore:
+        writer.execute("BEGIN IMMEDIATE")
+        return store
+
+    monkeypatch.setattr(store_archive, "open_store", begin_write)
+    monkeypatch.setattr(store, "close", lambda: None)
+    result = CliRunner().invoke(cache, ["verify", FORMAT.key, "--root", str(tmp_path)])
+    assert "3 blocks checked, 0 broken and dropped, 1 broken and kept while" in result.output
+    assert result.exit_code == 1
+    writer.close()
+    assert [each[1:] for each in store.verify()] == [(True, True), (False, False), (True, True)]
 
 
 def test_a_truncated_file_costs_what_it_held(tmp_path):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,17 +88,14 @@ def test_a_block_that_comes_again_is_as_recent_as_it_is(tmp_path):
 
 
 def test_a_file_that_goes_while_a_folder_is_listed_hides_no_other(tmp_path, monkeypatch):
-    scandir = os.scandir
+    listdir = os.listdir
 
     def listing(folder):
-        (Path(folder) / "gone.unfinished").touch()
-        entries = sorted(scandir(folder), key=lambda entry: not entry.name.endswith(".unfinished"))
-        (Path(folder) / "gone.unfinished").unlink()
-        return entries
+        return ["0.1.2.unfinished", *listdir(folder)]
 
     with closing(shared(tmp_path)) as one, closing(shared(tmp_path)) as other:
         write(one, range(20))
-        monkeypatch.setattr(shared_store, "os", SimpleNamespace(**vars(os) | {"scandir": listing}))
+        monkeypatch.setattr(shared_store, "os", SimpleNamespace(**vars(os) | {"listdir": listing}))
         for _ in range(2):
             other.look()
             assert read(other, range(20)) == list(range(20))
@@ -216,17 +218,121 @@ def test_what_the_folder_refuses_is_an_error_that_leaves_nothing_behind(tmp_path
         SharedStore(tmp_path / "file", FORMAT, 1 << 20)
 
 
-@pytest.mark.parametrize("damaged", [b"", b"\xff\xfe", b"other"])
-def test_a_tenants_damaged_name_hides_its_blocks_until_one_is_stored(tmp_path, damaged):
+@pytest.mark.parametrize("damaged", [b"", b"\xff\xfe", b"other", None])
+def test_blocks_of_a_tenant_whose_name_is_lost_count_as_the_default_ones(tmp_path, damaged):
     with closing(shared(tmp_path, 8)) as store:
         write(store, range(8), tenant="Jürgen")
         (name,) = store.folder.glob("*/tenant")
-    name.write_bytes(damaged)
-    with closing(shared(tmp_path, 8)) as store:
-        assert store.names() == []
+    name.unlink() if damaged is None else name.write_bytes(damaged)
+    with closing(shared(tmp_path, 8)) as store, closing(shared(tmp_path, 8)) as other:
+        assert store.blocks_by_tenant() == {"default": 8}
+        assert read(store, range(9)) == list(range(8))
         write(store, [8], tenant="Jürgen")
+        assert len(files(store)) == 8  # the limit holds
         assert name.read_text(encoding="utf-8") == "Jürgen"
+        for each in (store, other):
+            each.look()
+            assert each.blocks_by_tenant() == {"Jürgen": 8}
+            assert read(each, range(9)) == [*range(7), 8]
+
+
+def test_what_is_used_keeps_its_tenants_file_and_who_knows_it_writes_it_again(tmp_path):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(3))
+        write(store, range(3, 6), tenant="acme")
+        names = {name.read_text(): name for name in store.folder.glob("*/tenant")}
+        for name in names.values():
+            os.utime(name, (0, 0))
+        store.use([(digest_of(3), 0)])
         store.look()
-        assert read(store, range(9)) == list(range(9))
-        write(store, [9], tenant="Jürgen")
-        assert len(files(store)) == len(store.names()) == 8
+        assert [names[tenant].stat().st_mtime > 0 for tenant in ("default", "acme")] == [False, True]
+        for name in names.values():
+            name.unlink()
+        store.look()
+        assert {name.read_text(): name for name in store.folder.glob("*/tenant")} == names
+        names["default"].unlink()
+    with closing(shared(tmp_path)) as again:
+        assert read(again, range(6)) == list(range(6))
+        assert names["default"].read_text() == "default"
+
+
+def test_the_documented_upkeep_removes_blocks_and_nothing_else(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs/guide/memory.md").read_text()
+    command = re.search(r"`find FOLDER (.*?-delete)`", guide)[1]
+    with closing(shared(tmp_path)) as store:
+        write(store, range(4))
+        for path in [*store.folder.glob("*/tenant"), files(store)[0]]:
+            os.utime(path, (0, 0))
+        subprocess.run(["find", str(tmp_path), *shlex.split(command)], check=True)
+        assert len(files(store)) == 3
+        assert len([*store.folder.glob("*/tenant")]) == 1
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(3))
+        shutil.rmtree(store.folder)
+        assert read(store, range(3)) == []
+        assert write(store, range(5)) == 5
+        assert store.folder.stat().st_mode & 0o777 == 0o700
+        store.look()
+        assert read(store, range(5)) == list(range(5))
+        shutil.rmtree(tmp_path)
+        with pytest.raises(KVStoreError, match=f"No such file.*see that {tmp_path} is there"):
+            write(store, [9])
+
+
+def test_times_of_a_clock_that_was_wrong_count_as_now(tmp_path, monkeypatch):
+    def ahead(store) -> list[int]:
+        late = {path.name.partition("-")[0] for path in files(store) if path.stat().st_mtime > time.time() + 60}
+        return [i for i in range(30) if digest_of(i).hex() in late]
+
+    hour = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3600})
+    with closing(shared(tmp_path, 6)) as living:
+        with monkeypatch.context() as wrong:
+            wrong.setattr(shared_store, "time", hour)
+            write(living, range(3))
+        write(living, range(3, 6))
+        assert ahead(living) == [0, 1, 2]  # none that was written since
+        with closing(shared(tmp_path, 6)) as other:
+            other.use([(digest_of(0), 0)])
+            other.look()
+            assert ahead(other) == [1, 2]
+            write(other, [10, 11, 12])
+            assert read(other, range(13)) == [0, 1, 2, 10, 11, 12]
+            write(other, [13])
+            assert ahead(other) == []
+            assert 1 in read(other, range(14))
+            write(other, range(20, 26))
+            assert read(other, range(30)) == list(range(20, 26))
+
+
+def test_many_blocks_are_learned_and_forgotten_in_pages_in_the_order_of_their_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_store, "PAGE", 3)
+    with closing(shared(tmp_path, 20)) as one, closing(shared(tmp_path, 20)) as other:
+        write(one, range(20))
+        other.look()
+        write(other, range(20, 30))
+        assert read(other, range(30)) == [*range(10), *range(20, 30)]
+        one.look()
+        assert sorted(one.names()) == sorted(other.names())
+        shutil.rmtree(files(one)[0].parent)
+        one.look()
+        assert len(one.names()) == len(files(one)) < 20
+
+
+def test_a_look_rests_behind_each_folder_and_ends_where_the_store_is_closed(tmp_path, monkeypatch):
+    with closing(shared(tmp_path)) as other:
+        write(other, range(20))
+        store = shared(tmp_path)
+        assert len(store.names()) == 20  # nobody waits for a step yet: the first look rests little
+        monkeypatch.setattr(shared_store, "LOOK_SHARE", 1e-9)
+        looking = threading.Thread(target=store.look)
+        looking.start()
+        looking.join(0.2)
+        assert looking.is_alive()
+        write(other, [20])
+        assert read(store, range(21)) == list(range(20))
+        assert write(store, [30]) == 1
+        store.close()
+        looking.join()

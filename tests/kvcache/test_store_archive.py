@@ -90,18 +90,54 @@ def test_a_header_without_end_is_an_error(tmp_path):
         import_archive(tmp_path / "there", named(b"pagemill KV archive 1\n" + b"[" * 100_000), 1 << 30)
 
 
-def test_a_stored_prefix_ends_where_a_layer_group_lacks_a_block(tmp_path):
-    acme, tokens = Namespace("acme"), list(range(70))
-    chain = [root_digest(bytes.fromhex(FORMAT.fingerprint), FORMAT.kv_format, FORMAT.numerics, str(acme))]
-    extend_chain(digests := [], chain[0], tokens, 16)
-    chain += digests
-    names = [BlockName(chain[i + 1], group, chain[i], i) for i in range(4) for group in range(2)]
-    store = store_of(tmp_path)
-    prefixes = [(acme, tokens), (acme, tokens[:31]), (Namespace("default"), tokens), (acme, [-1] * 16)]
-    assert stored_prefixes(store, prefixes) == [[], [], [], []]
+@pytest.fixture
+def chain():
+    """Tokens of the tenant acme, the roots and digests of their 8 blocks, and the names of these in two groups."""
+    tokens = list(range(130))
+    root = root_digest(bytes.fromhex(FORMAT.fingerprint), FORMAT.kv_format, FORMAT.numerics, str(Namespace("acme")))
+    extend_chain(digests := [], root, tokens, 16)
+    parents = [root, *digests]
+    return tokens, [BlockName(digests[i], group, parents[i], i) for i in range(8) for group in range(2)]
+
+
+def found(store: DiskStore, *prefixes) -> list[list[BlockName]]:
+    return stored_prefixes(store, [*prefixes, (Namespace("default"), prefixes[0][1]), (Namespace("acme"), [-1] * 16)])
+
+
+def test_a_stored_prefix_ends_where_a_layer_group_lacks_a_block(tmp_path, chain):
+    acme, (tokens, names) = Namespace("acme"), chain
+    store = DiskStore(tmp_path, FORMAT, 1 << 20, [None, None])
+    assert found(store, (acme, tokens), (acme, tokens[:31])) == [[], [], [], []]
     lacking = names[5]
-    store.write([name for name in names if name != lacking], [content(i) for i in range(7)])
-    assert stored_prefixes(store, prefixes) == [names[:4], names[:2], [], []]
+    store.write([name for name in names if name != lacking], [content(i) for i in range(15)])
+    assert found(store, (acme, tokens), (acme, tokens[:31])) == [names[:4], names[:2], [], []]
+    store.close()
+
+
+@pytest.mark.parametrize("windows", [[None, 33], [33, None]])
+def test_of_a_group_with_a_window_a_stored_prefix_needs_what_the_next_token_sees(tmp_path, chain, windows):
+    """It sees 32 tokens before it, two blocks; the others go first where a disk fills up."""
+    acme, (tokens, names) = Namespace("acme"), chain
+    windowed = windows.index(33)
+    held = [name for name in names if name.group != windowed or name.depth in (3, 4, 6)]
+    store = DiskStore(tmp_path, FORMAT, 1 << 20, windows)
+    store.write(held, [content(i) for i in range(len(held))])
+    whole = [name for name in held if name.depth < 5]
+    assert found(store, (acme, tokens), (acme, tokens[:79])) == [whole, [], [], []]
+    store.close()
+    again = store_of(tmp_path)
+    assert again.windows == windows
+    assert found(again, (acme, tokens)) == [whole, [], []]
+    again.close()
+
+
+def test_of_a_store_that_no_engine_has_opened_a_prefix_reaches_as_far_as_one_group(tmp_path, chain):
+    acme, (tokens, names) = Namespace("acme"), chain
+    held = [name for name in names if name.depth < 6 and (name.group == 1 or name.depth > 3)]
+    store = store_of(tmp_path)
+    store.write(held, [content(i) for i in range(len(held))])
+    assert store.windows is None
+    assert found(store, (acme, tokens)) == [held, [], []]
     store.close()
 
 

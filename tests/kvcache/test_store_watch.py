@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import shared_store, store_watch
+from pagemill.kvcache.shared_files import path_of
 from pagemill.kvcache.shared_store import SharedStore
 from pagemill.kvcache.store_index import MOST_CHANGES, TRIMMED
 from pagemill.kvcache.store_watch import StoreWatch
@@ -54,7 +55,7 @@ class TwoMachines(TwoProcesses):
     def tear(self, who, number):
         store = self.stores[who]
         if store.holds([(digest_of(number), 0)]) == [True]:
-            store._path(name_of(number)).write_bytes(b"")  # noqa: SLF001
+            (store.folder / path_of(name_of(number))).write_bytes(b"")
             assert store.read([(digest_of(number), 0)], [content(number).copy()]) == [False]
 
 

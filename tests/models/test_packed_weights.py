@@ -22,7 +22,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from harness import load_on
 from pagemill import _kernels
 from pagemill.errors import ConfigError, CorruptWeightsError
-from pagemill.models.loading import packed_file
+from pagemill.models.loading import file_digest, packed_file
 from pagemill.models.loading.checkpoint import MappedFile
 from pagemill.models.loading.packed_store import PackedStore
 from pagemill.models.sharding import Sharding
@@ -86,6 +86,9 @@ def save_gguf(folder):
     ids=["float32", "widened", "tied", "int8", "experts", "gptq", "gptq-exact", "gguf", "gguf-exact"],
 )
 def test_the_bits_are_those_without_it_and_the_model_is_not_read_again(save, how, tmp_path, store, monkeypatch):
+    monkeypatch.setenv("PAGEMILL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(file_digest, "LEAST_KEPT_BYTES", 0)
+    monkeypatch.setattr(file_digest, "SETTLED_NS", -1)
     path = save(tmp_path / "model")
     expected = logits(load_on("cpu", path, **how))
     assert torch.equal(logits(load_on("cpu", path, packed=store, **how)), expected)

@@ -63,9 +63,11 @@ def verify(store: Key, root: Root = None) -> None:
     """Read every block and check it; drop those that are broken."""
     with closing(store_archive.open_store(root or default_root(), store)) as opened:
         checked = list(track(opened.verify(), "Checking", total=opened.stats().blocks, console=Console(stderr=True)))
-    broken = sum(not whole for _, whole in checked)
-    sys.stdout.write(f"{counted(len(checked), 'block')} checked, {broken:,} broken and dropped\n")
-    if broken:
+    dropped = sum(not held for _, _, held in checked)
+    left = sum(held and not whole for _, whole, held in checked)
+    sys.stdout.write(f"{counted(len(checked), 'block')} checked, {dropped:,} broken and dropped")
+    sys.stdout.write(f", {left:,} broken and kept while another process writes: verify again\n" if left else "\n")
+    if dropped or left:
         raise typer.Exit(1)
 
 

@@ -164,7 +164,7 @@ def make_tiers(
     taken = {tier: streamed.of(tier, facts.frame_bytes) for tier in ("host", "disk")}
     own = _host_tier(config, facts, memory, max(0, host - taken["host"]), taken["host"]) if host else []
     left = host - taken["host"] if own and config.enable_prefix_caching else 0
-    disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, taken["disk"])
+    disk = [] if config.kv_disk_memory is None else _disk_tier(config, format, memory.windows, taken["disk"])
     tiers = [*own, *disk]
     watch = StoreWatch(disk[0], memory.leading) if disk and publishes else None
     where = f"{disk[0].capacity * record_bytes / 2**30:.1f} GiB on disk, in {disk[0].folder.parent}" if disk else ""
@@ -199,13 +199,15 @@ def _host_tier(
     return [HostStore(capacity, facts.record_bytes, copying_cores(facts.overlaps), memory.wanted)]
 
 
-def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[DiskStore | SharedStore]:
+def _disk_tier(
+    config: EngineConfig, format: StoreFormat, windows: Sequence[int | None], taken: int
+) -> list[DiskStore | SharedStore]:
     """Returns the disk tier, unless streamed blocks, which take so many bytes of it, leave no room."""
     root = _disk_root(config)
     if config.kv_disk_shared:
         return [SharedStore(root, format, _disk_bytes(config, root))]
     limit = _disk_bytes(config, root, file_bytes(root, format)) - taken
-    return [DiskStore(root, format, limit)] if limit > 2 * format.record_bytes or not taken else []
+    return [DiskStore(root, format, limit, windows)] if limit > 2 * format.record_bytes or not taken else []
 
 
 class Tiers:

@@ -36,6 +36,8 @@ from pagemill.memory.work import BlockName
 
 READ_BYTES = 4 << 20
 """The most that is read at a time of slots that are neighbours."""
+TELL_S = 30.0
+"""How soon other processes learn of a block's use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,16 @@ class DiskStore:
 
     limit_bytes: the most that `blocks.dat` may grow to; of the tenant that has borrowed most, what was used longest ago
     makes room, a chain's end first. A file that is larger is cut down to it here, unless another process uses it.
+    windows: by layer group, the attention window in tokens, or None for full attention; kept with the blocks, and read
+    from there where they are not given. None if no one has given them yet.
     """
 
     name = "disk"
     lasting = True
 
-    def __init__(self, root: Path, format: StoreFormat, limit_bytes: int) -> None:
+    def __init__(
+        self, root: Path, format: StoreFormat, limit_bytes: int, windows: Sequence[int | None] | None = None
+    ) -> None:
         self.format = format
         self.folder = root / format.key
         self.record_bytes = format.record_bytes
@@ -83,14 +89,15 @@ class DiskStore:
         self.shares = TierShares(self.capacity)
         self._lock = threading.RLock()
         self._broken = self._evicted = 0
+        self._teller: threading.Timer | None = None
         try:
             with ExitStack() as opened:
-                self._open(opened)
+                self._open(opened, windows)
                 self._opened = opened.pop_all()
         except (OSError, sqlite3.Error) as error:
             raise KVStoreError(f"the KV store {self.folder} cannot be opened: {error}") from error
 
-    def _open(self, opened: ExitStack) -> None:
+    def _open(self, opened: ExitStack, windows: Sequence[int | None] | None) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(self.folder)
         in_use = open_private(self.folder / "lock")
@@ -102,8 +109,9 @@ class DiskStore:
             fcntl.flock(in_use, fcntl.LOCK_SH)
         self._reads = DirectReads(self.folder / "blocks.dat", self._file, self._read_at_once * self.slot_bytes)
         opened.callback(self._reads.close)
-        self._index = StoreIndex(self.folder, self.format, self._file, self.slot_bytes, in_use)
+        self._index = StoreIndex(self.folder, self.format, self._file, self.slot_bytes, in_use, windows)
         opened.callback(self._index.close)
+        self.windows = self._index.windows()
         if alone:
             self._shrink()
         fcntl.flock(in_use, fcntl.LOCK_SH)
@@ -149,8 +157,17 @@ class DiskStore:
         return found
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """Notes a use; the index learns of it with its next change, or when it is closed."""
+        """Notes a use; the index, and with it other processes, learn of it within TELL_S, or when it is closed."""
         self._index.use(blocks)
+        if self._teller is None:
+            self._teller = teller = threading.Timer(TELL_S, self._tell)
+            teller.daemon = True
+            teller.start()
+
+    def _tell(self) -> None:
+        self._teller = None
+        with self._lock, suppress(sqlite3.Error):
+            self._index.tell()
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill | None = None) -> int:
         """Stores what is not stored yet, contents [record_bytes] each, and returns how many blocks that were. Blocks
@@ -196,11 +213,13 @@ class DiskStore:
             if whole:
                 yield self._layout.head(name, record) + record.tobytes()
 
-    def verify(self) -> Iterator[tuple[BlockName, bool]]:
-        """Reads every block, and says whether it is whole. Drops those that are not."""
+    def verify(self) -> Iterator[tuple[BlockName, bool, bool]]:
+        """Reads every block. Says whether it is whole, and whether it is held from now on: one that is not whole is
+        dropped, unless the index takes no change now."""
         record = np.empty((1, self.record_bytes), dtype=np.uint8)
         for name in self.names():
-            yield name, self.read([name[:2]], record)[0]
+            whole = self.read([name[:2]], record)[0]
+            yield name, whole, whole or self.holds([name[:2]])[0]
 
     def prune(self, *, keep_bytes: int | None = None, unused_for_s: float | None = None) -> int:
         """Drops blocks until at most `keep_bytes` are left, and all that were not used for so long; gives the file's
@@ -213,6 +232,8 @@ class DiskStore:
 
     def close(self) -> None:
         """Notes what was used last. Nothing else is left to do at the end of a process."""
+        if (teller := self._teller) is not None:
+            teller.cancel()
         with self._lock:
             self._opened.close()
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import sqlite3
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -23,6 +22,7 @@ from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.store_format import Slots, StoreFormat
 from pagemill.memory.digest import extend_chain, namespace_root
+from pagemill.memory.reach import leading, reach
 from pagemill.memory.work import BlockName
 from pagemill.namespace import Namespace
 
@@ -85,22 +85,36 @@ def open_store(root: Path, key: str) -> DiskStore:
 
 
 def stored_prefixes(store: DiskStore, prefixes: Sequence[tuple[Namespace, Sequence[int]]]) -> list[list[BlockName]]:
-    """Returns, for each prefix (namespace, token ids), the blocks that an engine would find: from the first on without
-    a gap, for all layer groups."""
+    """Returns, for each prefix (namespace, token ids), all that is stored of what an engine would find of it, the
+    beginning first: an engine needs all blocks of layer groups with full attention, and of one with a window those that
+    the next token sees."""
     at = store.format
     stored: defaultdict[bytes, list[BlockName]] = defaultdict(list)
     for name in store.names():
         stored[name.digest].append(name)
-    groups = max(map(len, stored.values()), default=0)
     found = []
     for space, token_ids in prefixes:
         chain: list[bytes] = []
         with suppress(struct.error):  # ids that no token has
             root = namespace_root(space, bytes.fromhex(at.fingerprint), at.kv_format, at.numerics)
             extend_chain(chain, root, token_ids, at.block_size)
-        whole = takewhile(lambda digest: len(stored.get(digest, ())) == groups, chain)
-        found.append([name for digest in whole for name in stored.get(digest, ())])
+        held: defaultdict[int, set[bytes]] = defaultdict(set)
+        for digest in chain:
+            for name in stored.get(digest, ()):
+                held[name.group].add(digest)
+        end = _reach(chain, held, store.windows, at.block_size)
+        found.append([name for digest in chain[:end] for name in stored.get(digest, ())])
     return found
+
+
+def _reach(
+    chain: Sequence[bytes], held: Mapping[int, Set[bytes]], windows: Sequence[int | None] | None, block_size: int
+) -> int:
+    """Returns how many leading blocks of a chain an engine finds whose pool is empty. Where no engine has opened the
+    store yet, which would have said what windows its model has, that is as far as one layer group has them."""
+    if windows is None:
+        return max((leading(chain, len(chain), [digests]) for digests in held.values()), default=0)
+    return reach(chain, windows, [held.get(group, set()) for group in range(len(windows))], block_size)
 
 
 def export_store(store: DiskStore, file: BinaryIO, chosen: Sequence[BlockName] | None = None) -> int:

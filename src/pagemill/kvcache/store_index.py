@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -23,6 +24,8 @@ BUSY_TIMEOUT_S = 30.0
 """The longest wait for another process's write."""
 TICK_S = 1e-6
 """The difference between the times of use of blocks that were used together."""
+AHEAD_S = 1.0
+"""A time of use that lies further in the future is one by a clock that was wrong, and counts as now."""
 
 VERSION = 2
 """The version of an index, its `user_version`. One of version 0 knows no tenants, one of version 1 keeps no changes;
@@ -93,14 +96,25 @@ class StoreIndex:
     file: descriptor of the blocks' file, in slots of `slot_bytes`.
     in_use: descriptor of a file that all who use the folder have locked together; it is locked alone if the index was
         made again.
+    windows: by layer group, the attention window in tokens, or None for full attention; noted for who opens the store
+        later. None where they are not known.
     Raises KVStoreError, OSError.
     """
 
-    def __init__(self, folder: Path, format: StoreFormat, file: int, slot_bytes: int, in_use: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        format: StoreFormat,
+        file: int,
+        slot_bytes: int,
+        in_use: int,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
         self._folder = folder
         self._format = format
         self._file = file
         self._slot_bytes = slot_bytes
+        self._windows = windows
         self._lookup_lock = threading.Lock()
         self._used: dict[tuple[bytes, int], float] = {}  # since the last transaction
         path = folder / "index.sqlite"
@@ -119,6 +133,16 @@ class StoreIndex:
             raise KVStoreError(
                 f"{folder} holds blocks of {stored}, not of {format}; rename it {stored.key}, or remove it"
             )
+
+    def windows(self) -> list[int | None] | None:
+        """Returns the windows that were noted last; None if none were. Raises ValueError or TypeError for other
+        values."""
+        with self._reading() as lookup:
+            row = lookup.execute("SELECT value FROM meta WHERE key = 'windows'").fetchone()
+        windows = None if row is None else json.loads(row[0])
+        if windows is not None and not all(each is None or (isinstance(each, int) and each > 0) for each in windows):
+            raise ValueError(f"its windows are {windows!r}")
+        return windows
 
     def slots(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
         """Returns the slots of blocks (digest, group); None for those that are not stored."""
@@ -181,7 +205,7 @@ class StoreIndex:
             with self._lookup_lock:
                 used, self._used = self._used, {}
             if used:
-                query = "UPDATE blocks SET used_s = ? WHERE digest = ? AND layer_group = ?"
+                query = "UPDATE blocks SET used_s = MAX(used_s, ?) WHERE digest = ? AND layer_group = ?"
                 self._db.executemany(query, ((used_s, *block) for block, used_s in used.items()))
             yield self._db
         except BaseException:
@@ -214,17 +238,32 @@ class StoreIndex:
     ) -> tuple[int, Counter[str]]:
         """Evicts until as many blocks as are coming, by tenant, have room: a tenant's longest unused first, of these a
         chain's end. Returns how many were evicted, and of each tenant how many of those that come find no room."""
+        self._correct_times(db)
         held = Counter(dict(db.execute("SELECT tenant, blocks FROM tenants")))
         giving = shares.giving(held + Counter(coming))
         which = "WHERE tenant = ? ORDER BY used_s, depth DESC LIMIT ?"
         return sum(self.evict(db, which, each) for each in giving.items()), giving - held
 
+    def tell(self) -> None:
+        """Notes what was used since the last transaction, for others who use the folder. Raises sqlite3.Error."""
+        if self._used:
+            with self.transaction():
+                pass
+
     def close(self) -> None:
         """Notes what was used last. Nothing else is left to do at the end of a process."""
-        with suppress(sqlite3.Error), self.transaction():
-            pass
+        with suppress(sqlite3.Error):
+            self.tell()
         self._db.close()
         self._lookup.close()
+
+    @staticmethod
+    def _correct_times(db: sqlite3.Connection) -> None:
+        """Lets uses in the future count as now: by a clock that was wrong and has been set back, these blocks would
+        stay until it is as late again."""
+        future = "UPDATE blocks SET used_s = ? WHERE tenant IN (SELECT tenant FROM tenants) AND used_s > ?"
+        now_s = time.time()
+        db.execute(future, (now_s, now_s + AHEAD_S))
 
     def _stored_format(self) -> StoreFormat:
         return StoreFormat.from_json(self._db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()[0])
@@ -253,11 +292,15 @@ class StoreIndex:
             else:
                 for statement in chain(*_UPDATES[version:]):
                     db.execute(statement)
+                self._correct_times(db)
+            if self._windows is not None:
+                db.execute("INSERT OR REPLACE INTO meta VALUES ('windows', ?)", (json.dumps(self._windows),))
         if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("its pages are damaged")
         if not self._db.execute(_SOUND).fetchone()[0]:
             raise sqlite3.DatabaseError("its entries are damaged")
         self._stored_format()
+        self.windows()
 
     def _rebuild(self, path: Path, in_use: int, error: Exception) -> None:
         """Makes a damaged index again from the slots' headers, if nobody else is using the store."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pagemill.memory.block_table import first_entry_in_window
 from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
+from pagemill.memory.reach import fit_windows, leading, reach
 
 MAX_CANDIDATES = 8
 """Children of one parent, beginning with the same token, that are compared; the latest published come first."""
@@ -116,7 +117,7 @@ class PrefixIndex:
         group with a window, only those that the next query (at position num_tokens) still sees.
         """
         size = self._block_size
-        whole = _leading(digests, min(len(digests), limit // size), self._full)
+        whole = leading(digests, min(len(digests), limit // size), self._full)
         chain = list(digests[:whole])
         length = whole * size
         tail = token_ids[length : min(limit, length + size)]
@@ -126,7 +127,7 @@ class PrefixIndex:
                 length += inside
                 chain.append(digest)
         if self._windowed:
-            length = self._fit_windows(chain, length, self._windowed)
+            length = fit_windows(chain, length, self._windowed, size)
         entries = -(-length // size)
         first_held = [first_entry_in_window(length, window, size) for window in self._windows]
         blocks = [
@@ -141,11 +142,7 @@ class PrefixIndex:
         below: says of (digest, group) whether it is stored.
         """
         either = [_Either(group, published, below) for group, published in enumerate(self.by_digest)]
-        windows = list(zip(self._windows, either, strict=True))
-        whole = _leading(digests, len(digests), [found for window, found in windows if window is None])
-        windowed = [(window, found) for window, found in windows if window is not None]
-        size = self._block_size
-        return self._fit_windows(digests[:whole], whole * size, windowed) // size if windowed else whole
+        return reach(digests, self._windows, either, self._block_size)
 
     def _inside(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, bytes]:
         """Finds the child of `parent` whose first tokens agree longest with `token_ids`.
@@ -169,25 +166,6 @@ class PrefixIndex:
             yield block
             block = self._next[block]
 
-    def _fit_windows(
-        self, chain: Sequence[bytes], length: int, windowed: Sequence[tuple[int, Container[bytes]]]
-    ) -> int:
-        """Returns the largest length, at most `length`, at which every window's blocks are published; O(1) per entry.
-
-        Where an entry is missing, every length that reaches beyond it and still sees it is ruled out; a shorter one
-        sees no later entries, so the search goes on below.
-        """
-        size = self._block_size
-        widest = max(window for window, _ in windowed)
-        entry = len(chain)
-        while entry > first_entry_in_window(length, widest, size):
-            entry -= 1
-            for window, published in windowed:
-                if entry >= first_entry_in_window(length, window, size) and chain[entry] not in published:
-                    length = entry * size
-                    break
-        return length
-
 
 class _Either:
     """Digests of a group's blocks that are published, or that lie below."""
@@ -200,16 +178,6 @@ class _Either:
     def __contains__(self, digest: object) -> bool:
         assert isinstance(digest, bytes)
         return digest in self._published or self._below((digest, self._group))
-
-
-def _leading(digests: Sequence[bytes], whole: int, groups: Sequence[Container[bytes]]) -> int:
-    """Returns how many of the first `whole` digests are in all groups, up to the first that is not."""
-    for published in groups:
-        for count in range(whole):
-            if digests[count] not in published:
-                whole = count
-                break
-    return whole
 
 
 def _common_tokens(tokens: bytes, wanted: bytes) -> int:

@@ -1,15 +1,12 @@
 """Defines what every checkpoint format offers: named tensors in memory-mapped files, read piece by piece.
 
-What all formats share stands here too: overrides of their configuration, and the fingerprint of a model.
+What all formats share stands here too: overrides of their configuration.
 
 Pages are given back as soon as they have been read, so that a file never counts twice in the process's memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import mmap
 import os
 import weakref
@@ -17,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +30,11 @@ from pagemill.errors import (
 )
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import WeightNames
-from pagemill.models.spec import DecoderSpec
 from pagemill.ops.quantized import Float8Weight, QuantizedWeight
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that are numbers and nothing else, as files name them."""
 _LEGACY = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-_SAMPLE_BYTES, _SAMPLED_PART = 4096, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +156,15 @@ class Checkpoint:
         each_piece(flat.numel(), PIECE_BYTES // dtype.itemsize, read)
 
 
+class FileState(NamedTuple):
+    """Says what a file is, in bytes, nanoseconds and by inode: it differs once the file was written to, or replaced."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+
+
 class MappedFile:
     """Maps a file into memory, read-only, as `data`. modified_ns: when it was last written.
 
@@ -183,6 +187,11 @@ class MappedFile:
             raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
         self._array = np.frombuffer(self.data, dtype=np.uint8)
         weakref.finalize(self, os.close, self._descriptor)
+
+    def state(self) -> FileState:
+        """Returns what the file is now."""
+        stat = os.fstat(self._descriptor)
+        return FileState(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
     def read(self, begin: int, out: NDArray[np.uint8]) -> None:
         """Reads bytes from `begin` on into contiguous `out`. It maps no pages, and may run in several threads at once.
@@ -249,27 +258,3 @@ def check_overrides(overrides: Mapping[str, Any], known: Mapping[str, Any]) -> N
     for key in overrides:
         if key not in known and key not in _LEGACY:
             raise UnknownArgumentError.of("hf_overrides", key, [*known, *_LEGACY])
-
-
-def fingerprint(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> bytes:
-    """Returns the SHA-256 of all that decides a model's answers, with samples in the place of whole files.
-
-    In this order: the version of this recipe; the spec as JSON with sorted keys, overrides and resolved RoPE
-    frequencies included; the dtype computed in; each tensor's name, shape and stored dtype, by name, with samples of
-    4096 bytes from its beginning to its end, 3 and one more for each 16 MiB; each file's size.
-
-    Training changes tensors as wholes, be it one alone, so samples of each tell two fine-tunes apart. They may miss a
-    tensor that was altered in a few places: a fingerprint guards a cache against mix-ups, not against forgery.
-    """
-    digest = hashlib.sha256(b"pagemill model 3\n")
-    digest.update(json.dumps(dataclasses.asdict(spec), sort_keys=True).encode())
-    digest.update(str(dtype).encode())
-    for name, info in sorted(checkpoint.tensors.items()):
-        digest.update(json.dumps([name, info.shape, info.dtype]).encode())
-        size, steps = min(info.nbytes, _SAMPLE_BYTES), 2 + info.nbytes // _SAMPLED_PART
-        for begin in sorted({info.begin + (info.nbytes - size) * step // steps for step in range(steps + 1)}):
-            digest.update(info.file.view(begin, begin + size).tobytes())
-        info.file.forget(info.file.size)  # the system maps much more around each sample
-    for file in checkpoint.files:
-        digest.update(file.size.to_bytes(8, "little"))
-    return digest.digest()

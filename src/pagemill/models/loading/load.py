@@ -18,7 +18,8 @@ from pagemill.machine import cpu_features
 from pagemill.models.decoder import Decoder, DecoderMaker, DecoderWeights
 from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading.assemble import Assembler
-from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
+from pagemill.models.loading.checkpoint import Checkpoint
+from pagemill.models.loading.fingerprint import fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
 from pagemill.models.loading.head import find_head
 from pagemill.models.loading.hf_folder import read_folder_config
@@ -47,7 +48,7 @@ class LoadedModel:
     eos_token_ids: ids that end a generation, in the checkpoint's order, possibly none.
     quantization:  how linear layers are held, as `load_model` takes it; what was chosen where nothing was asked for.
     max_model_len: what was asked for, else the longest context that the checkpoint declares.
-    fingerprint:   32 bytes; see `loading.checkpoint.fingerprint`.
+    fingerprint:   32 bytes; see `loading.fingerprint`.
     spec:          of the whole model; `decoder.spec` is of what the decoder computes.
     names:         what Hugging Face's checkpoints of its family, and adapters, call its weights.
     has_head:      False if the model makes embeddings only; its logits say nothing.
@@ -130,7 +131,6 @@ def load_model(
     part = spec if sharding is None else sharding.spec(spec)
     if callable(attention):
         attention = attention(part, chosen)
-    mark = fingerprint(checkpoint, spec, chosen)
 
     def assemble(keep: Keep) -> DecoderWeights:
         return Assembler(
@@ -141,6 +141,7 @@ def load_model(
         logger.warning("weights_disk_memory has no effect on %s: only weights packed for the CPU are kept", device)
         packed = None
     with piece_threads():
+        mark = fingerprint(checkpoint, spec, chosen)
         if packed is None:
             weights = assemble(Nothing())
         else:
