@@ -68,7 +68,7 @@ def read_gguf_tokenizer(path: Path) -> GGUFTokenizer:
             )
         backend, begins = _byte_level(vocabulary, name), PRE_TYPES[name].begins
     roles = vocabulary.roles({"bos": 1, "eos": 2, "unk": 0} if kind == "llama" else {})
-    _add_special_tokens(backend, vocabulary, roles, strips=kind == "llama" and vocabulary.architecture == "phi3")
+    _add_special_tokens(backend, vocabulary, strips=kind == "llama" and vocabulary.architecture == "phi3")
     _enclose(backend, vocabulary, roles, begins)
     return GGUFTokenizer(backend, roles, metadata.get("tokenizer.chat_template"))
 
@@ -154,11 +154,9 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in found]
 
 
-def _add_special_tokens(
-    backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, roles: Mapping[str, int], strips: bool
-) -> None:
+def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, strips: bool) -> None:
     """Adds the tokens that a text may name. strips: white space behind them is left out."""
-    bounds = {roles[role] for role in ("bos", "eos") if role in roles}
+    bounds = [vocabulary.get(f"{role}_token_id") for role in ("bos", "eos")]
     added = []
     for token_id, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.types, strict=True)):
         special = kind in (_UNKNOWN, _CONTROL) or text in _CONTROL_TEXTS or token_id in bounds
