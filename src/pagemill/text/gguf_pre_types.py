@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GAPS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_DIGIT = r"\p{N}"
+DIGIT = r"\p{N}"
 _UP_TO_3_DIGITS = r"\p{N}{1,3}"
 _CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -33,11 +33,11 @@ def _any(*patterns: str) -> str:
     return "|".join(patterns)
 
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = _any(_ENGLISH, _WORD, _UP_TO_3_DIGITS, _SIGNS, _GAPS)
-_QWEN2 = _any(_ENGLISH, _WORD, _DIGIT, _SIGNS, _GAPS)
-_QWEN35 = _any(_ENGLISH, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", _DIGIT, r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _GAPS)
-_TEKKEN = _any(*_CASED, _DIGIT, _SIGNS_AND_SLASHES, _GAPS)
+_QWEN2 = _any(_ENGLISH, _WORD, DIGIT, _SIGNS, _GAPS)
+_QWEN35 = _any(_ENGLISH, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", DIGIT, r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _GAPS)
+_TEKKEN = _any(*_CASED, DIGIT, _SIGNS_AND_SLASHES, _GAPS)
 _GPT4O = _any(*(f"{word}{_ENGLISH}?" for word in _CASED), _UP_TO_3_DIGITS, _SIGNS_AND_SLASHES, _GAPS)
 _DEEPSEEK3 = _any(
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
@@ -49,15 +49,15 @@ _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 _BAILING = _any(
     r"'(?i:[sdmt]|ll|ve|re)",
     r"[^\r\n\p{L}\p{N}]?+\p{L}+",
-    _DIGIT,
+    DIGIT,
     r" ?[^\s\p{L}\p{N}]++[\r\n]*",
     r"\s*[\r\n]|\s+(?!\S)|\s+",
 )
-_SEED = _any(_ENGLISH, _WORD, _DIGIT, r" ?[^\s\p{L}\p{N}\r\n]+", _GAPS)
+_SEED = _any(_ENGLISH, _WORD, DIGIT, r" ?[^\s\p{L}\p{N}\r\n]+", _GAPS)
 _EXAONE_MOE = _any(
     _ENGLISH,
     r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
-    _DIGIT,
+    DIGIT,
     r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
     r"\s*[\r\n]|\s+(?!\S)|\s+",
 )
@@ -80,7 +80,7 @@ def _named(names: str, *patterns: str, whole_words: bool = False, begins: bool =
 
 
 PRE_TYPES: dict[str, PreType] = {
-    **_named("default", r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **_named("default", r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     **_named(
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         _LLAMA3,
@@ -92,9 +92,9 @@ PRE_TYPES: dict[str, PreType] = {
     **_named(
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert exaone4 mpt olmo jais "
         "trillion granite-docling",
-        _GPT2,
+        GPT2,
     ),
-    **_named("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _DIGIT, _GPT2),
+    **_named("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", DIGIT, GPT2),
     **_named(
         "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
         _QWEN2,
@@ -110,13 +110,13 @@ PRE_TYPES: dict[str, PreType] = {
         r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
         r"\s+$",
         "[一-龥ࠀ-一가-퟿]+",
-        _DIGIT,
+        DIGIT,
     ),
-    **_named("deepseek-coder", "[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT),
+    **_named("deepseek-coder", "[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGIT),
     **_named("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _UP_TO_3_DIGITS, _CJK, _DEEPSEEK3),
-    **_named("falcon", r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    **_named("falcon", r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
     **_named("bloom gpt3-finnish poro-chat", _BLOOM),
-    **_named("viking", _BLOOM, _DIGIT),
+    **_named("viking", _BLOOM, DIGIT),
     **_named("bailingmoe bailingmoe2 llada-moe", _BAILING),
     **_named("seed-coder", _SEED),
     **_named("exaone-moe", _EXAONE_MOE),

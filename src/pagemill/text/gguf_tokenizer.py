@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from pagemill.errors import TokenizerError
 from pagemill.hub.gguf_header import GGUFHeader
-from pagemill.text.gguf_pre_types import PRE_TYPES
+from pagemill.text.gguf_pre_types import DIGIT, GPT2, PRE_TYPES
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 """Types of tokens; unused ones (5) count as normal."""
@@ -81,8 +81,8 @@ class _Vocabulary:
         self.architecture = metadata.get("general.architecture")
         texts = self.get("tokens", [])
         self.texts = [text or f"[EMPTY_{place}]" for place, text in enumerate(texts)]
-        self.types = self.get("token_type", [_NORMAL] * len(texts))
-        self.scores = self.get("scores", [0.0] * len(texts))
+        self.types = self.get("token_type", [_NORMAL] * len(texts))[: len(texts)]
+        self.scores = self.get("scores", [0.0] * len(texts))[: len(texts)]
         if not texts or len(self.types) != len(texts) or len(self.scores) != len(texts):
             raise ValueError(
                 f"it has {len(texts)} tokens, {len(self.types)} types and {len(self.scores)} scores of them"
@@ -100,14 +100,21 @@ class _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary, pre: str) -> tokenizers.Tokenizer:
+    patterns, whole_words, _ = PRE_TYPES[pre]
     merges = [_parts(merge) for merge in vocabulary.get("merges", [])]
-    whole_words = PRE_TYPES[pre].whole_words
     backend = tokenizers.Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=whole_words))
-    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PRE_TYPES[pre].patterns]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2 = patterns[-1] == GPT2
+    cuts = [_cut(pattern) for pattern in (patterns[:-1] if gpt2 else patterns)]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2)  # cuts by GPT2 itself, in less time
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _cut(pattern: str) -> pre_tokenizers.PreTokenizer:
+    if pattern == DIGIT:
+        return pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
 
 
 def _parts(merge: str) -> tuple[str, str]:

@@ -15,14 +15,16 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import tokenizers
 
 from pagemill.errors import TokenizerError
 from pagemill.hub.registry import cache_dir
-from pagemill.text.gguf_tokenizer import GGUFTokenizer, read_gguf_tokenizer
+
+if TYPE_CHECKING:
+    from pagemill.text.gguf_tokenizer import GGUFTokenizer
 
 _FORM = 3
 """Raise it when what is kept, or how it is made, changes."""
@@ -67,7 +69,7 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]
 def load_with_transformers(path: Path) -> Any:
     """Returns transformers' own tokenizer for the same files, with the same tokens. Imports transformers."""
     if path.is_file():
-        return _wrapped(read_gguf_tokenizer(path))
+        return _wrapped(_built(path))
     from transformers import AutoTokenizer
 
     made = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -86,7 +88,8 @@ def _restore(backend: tokenizers.Tokenizer, stored: tokenizers.Tokenizer) -> Non
     backend.model = stored.model
     backend.normalizer, backend.pre_tokenizer = stored.normalizer, stored.pre_tokenizer
     backend.decoder = stored.decoder
-    backend.add_tokens(list(backend.get_added_tokens_decoder().values()))  # those that the normalizer changes
+    # tokenizers 0.22 does not see by itself that added tokens look different behind another normalizer.
+    backend.add_tokens(list(backend.get_added_tokens_decoder().values()))
 
 
 def _enclose(made: Any, file: Path) -> None:
@@ -101,6 +104,12 @@ def _enclose(made: Any, file: Path) -> None:
         return
     made.add_eos_token = bool(flags[1])
     made.add_bos_token = flags[0] is None or bool(flags[0])
+
+
+def _built(path: Path) -> GGUFTokenizer:
+    from pagemill.text.gguf_tokenizer import read_gguf_tokenizer  # no later start needs it
+
+    return read_gguf_tokenizer(path)
 
 
 def _wrapped(made: GGUFTokenizer) -> Any:
@@ -139,7 +148,7 @@ def _identity(path: Path) -> str:
 
 def _convert(path: Path) -> tuple[str, TokenizerSettings]:
     try:
-        return _of_gguf(read_gguf_tokenizer(path)) if path.is_file() else _of_folder(path)
+        return _of_gguf(_built(path)) if path.is_file() else _of_folder(path)
     except TokenizerError:
         raise
     except Exception as error:  # transformers and its parsers raise anything at all for files that they cannot read
