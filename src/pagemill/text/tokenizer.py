@@ -1,7 +1,7 @@
 """Turns text into tokens and back, and conversations into text, for one model.
 
-It gives what transformers' AutoTokenizer gives for the same files, but imports neither transformers nor torch (except
-the first time it sees a model, see `tokenizer_files`).
+It gives the tokens that the model's own files say, and imports neither transformers nor torch (except the first time it
+sees a folder, see `tokenizer_files`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reads a model's files into a `tokenizers` tokenizer and its settings.
 
-Models come with tokenizers in many forms (tokenizer.json, SentencePiece, vocab and merges, GGUF metadata), and
-transformers knows them all but takes seconds to import and convert. So it is asked once for each model; what it made is
-kept in pagemill's cache, and every later start reads that in a fraction of a second, without importing transformers.
+Folders have tokenizers in many forms (tokenizer.json, SentencePiece, vocab and merges, and what configurations add to
+them), and transformers knows them all but takes seconds to import and convert. So it is asked once for each model; what
+it made is kept in pagemill's cache, and every later start reads that in a fraction of a second, without importing
+transformers. A GGUF file's is built without it, and kept too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import tokenizers
@@ -22,7 +23,10 @@ import tokenizers
 from pagemill.errors import TokenizerError
 from pagemill.hub.registry import cache_dir
 
-_FORM = 2
+if TYPE_CHECKING:
+    from pagemill.text.gguf_tokenizer import GGUFTokenizer
+
+_FORM = 3
 """Raise it when what is kept, or how it is made, changes."""
 _LARGEST_ID = 2**24
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -30,6 +34,7 @@ _ALSO_READ = (
     *("tokenizer_config.json", "config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("chat_template.json", "chat_template.jinja", "additional_chat_templates"),
 )
+_ENCLOSING = {"CodeLlamaTokenizer", "CohereTokenizer", "GemmaTokenizer", "LlamaTokenizer"}
 _WAY_OUT = "pass --tokenizer (tokenizer=) with a folder or GGUF file that has one"
 
 
@@ -62,15 +67,58 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]
 
 
 def load_with_transformers(path: Path) -> Any:
-    """Returns transformers' own tokenizer for the same files. Imports transformers, and for a GGUF file torch."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    """Returns transformers' own tokenizer for the same files, with the same tokens. Imports transformers."""
+    if path.is_file():
+        return _wrapped(_built(path))
+    from transformers import AutoTokenizer
 
-    if path.is_dir():
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    try:
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except ValueError:  # it refuses architectures whose weights it cannot read (smollm3), whatever their tokenizer
-        return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    made = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if (file := path / "tokenizer.json").is_file():
+        _restore(made.backend_tokenizer, tokenizers.Tokenizer.from_file(os.fspath(file)))
+        _enclose(made, path / "tokenizer_config.json")
+    return made
+
+
+def _restore(backend: tokenizers.Tokenizer, stored: tokenizers.Tokenizer) -> None:
+    """Gives a tokenizer back what its tokenizer.json says about cutting texts and putting them together.
+
+    transformers takes only the vocabulary and the merges from there if the model has a class of its own, and what that
+    class has for the rest. What it takes from configurations stays: added tokens, and which tokens stand around a text.
+    """
+    backend.model = stored.model
+    backend.normalizer, backend.pre_tokenizer = stored.normalizer, stored.pre_tokenizer
+    backend.decoder = stored.decoder
+    # tokenizers 0.22 does not see by itself that added tokens look different behind another normalizer.
+    backend.add_tokens(list(backend.get_added_tokens_decoder().values()))
+
+
+def _enclose(made: Any, file: Path) -> None:
+    """Sets which tokens stand around a text, if the configuration says so for a class that heeds it.
+
+    transformers 5 ignores `add_bos_token` and `add_eos_token` beside a tokenizer.json. Versions before heeded them in
+    these classes, and DeepSeek's models depend on it: their tokenizer.json puts nothing around a text.
+    """
+    config = msgspec.json.decode(file.read_bytes()) if file.is_file() else {}
+    flags = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
+    if str(config.get("tokenizer_class")).removesuffix("Fast") not in _ENCLOSING or flags == [None, None]:
+        return
+    made.add_eos_token = bool(flags[1])
+    made.add_bos_token = flags[0] is None or bool(flags[0])
+
+
+def _built(path: Path) -> GGUFTokenizer:
+    from pagemill.text.gguf_tokenizer import read_gguf_tokenizer  # no later start needs it
+
+    return read_gguf_tokenizer(path)
+
+
+def _wrapped(made: GGUFTokenizer) -> Any:
+    import transformers
+
+    wrapper: Any = transformers.PreTrainedTokenizerFast
+    added = made.backend.get_added_tokens_decoder()
+    roles = {f"{role}_token": added[token_id] for role, token_id in made.roles.items() if token_id in added}
+    return wrapper(tokenizer_object=made.backend, chat_template=made.chat_template, **roles)
 
 
 def _identity(path: Path) -> str:
@@ -100,31 +148,52 @@ def _identity(path: Path) -> str:
 
 def _convert(path: Path) -> tuple[str, TokenizerSettings]:
     try:
-        _check_ids(path)
-        made = load_with_transformers(path)
-        backend = made.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        if not backend.get_vocab_size():
-            raise ValueError("its vocabulary is empty")
-        text = backend.to_str()
-        settings = TokenizerSettings(
-            fingerprint=hashlib.sha256(text.encode()).hexdigest(),
-            special_tokens={
-                role: str(token) for role, token in made.special_tokens_map.items() if isinstance(token, str)
-            },
-            bos_token_id=made.bos_token_id,
-            eos_token_id=made.eos_token_id,
-            pad_token_id=made.pad_token_id,
-            chat_template=made.chat_template,
-            split_special_tokens=bool(made.split_special_tokens),
-        )
-        return text, settings
+        return _of_gguf(_built(path)) if path.is_file() else _of_folder(path)
+    except TokenizerError:
+        raise
     except Exception as error:  # transformers and its parsers raise anything at all for files that they cannot read
         raise TokenizerError(
             f"the tokenizer of {os.fspath(path)!r} cannot be read: {type(error).__name__}: {error}; "
             f"fetch the model again, or {_WAY_OUT}"
         ) from error
+
+
+def _of_gguf(made: GGUFTokenizer) -> tuple[str, TokenizerSettings]:
+    text = made.backend.to_str()
+    settings = TokenizerSettings(
+        fingerprint=_digest(text),
+        special_tokens={f"{role}_token": str(made.backend.id_to_token(number)) for role, number in made.roles.items()},
+        bos_token_id=made.roles.get("bos"),
+        eos_token_id=made.roles.get("eos"),
+        pad_token_id=made.roles.get("pad"),
+        chat_template=made.chat_template,
+    )
+    return text, settings
+
+
+def _of_folder(path: Path) -> tuple[str, TokenizerSettings]:
+    _check_ids(path)
+    made = load_with_transformers(path)
+    backend = made.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    if not backend.get_vocab_size():
+        raise ValueError("its vocabulary is empty")
+    text = backend.to_str()
+    settings = TokenizerSettings(
+        fingerprint=_digest(text),
+        special_tokens={role: str(token) for role, token in made.special_tokens_map.items() if isinstance(token, str)},
+        bos_token_id=made.bos_token_id,
+        eos_token_id=made.eos_token_id,
+        pad_token_id=made.pad_token_id,
+        chat_template=made.chat_template,
+        split_special_tokens=bool(made.split_special_tokens),
+    )
+    return text, settings
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_ids(folder: Path) -> None:
