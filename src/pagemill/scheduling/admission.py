@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from pagemill.memory.manager import MemoryManager, Opened
 from pagemill.scheduling import preemption
-from pagemill.scheduling.forecast import Floats, Forecast, Growing, surely_fits
+from pagemill.scheduling.forecast import Chances, Floats, Forecast, Growing, surely_fits
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.state import Refused, SchedulerState, Shared, StepDraft
 from pagemill.scheduling.tenancy import TenantState
@@ -224,7 +225,10 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
     if surely_fits(demand.in_pool + most, available + held, all_sure and request.ends_at_limit):
         return True
     state.settle()
-    forecast = Forecast(lengths, _growing(state), available, memory.block_size, memory.windows)
+    names = dict.fromkeys([request.tenant, *(one.request.tenant for one in state.running)])
+    kinds = {name: place for place, name in enumerate(names)}
+    chances = Chances([lengths.of(name) for name in kinds])
+    forecast = Forecast(chances, _growing(state, kinds), available, memory.block_size, memory.windows)
     new = Growing(
         held=0,
         entries=-(-len(sequence.tokens) // memory.block_size),
@@ -233,7 +237,7 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
         has=sequence.num_output_tokens,
         most=max(1, request.max_len - len(sequence.tokens)),
         sure=request.ends_at_limit,
-        limited=request.params.max_tokens is not None,
+        kind=kinds[request.tenant],
     )
     others = [new] * (sequence.num_rows - 1)
     return forecast.fits([new._replace(coming=demand.in_pool), *others])
@@ -260,8 +264,8 @@ def _holds_apart(memory: MemoryManager) -> bool:
     return memory.windows == (None,) and not memory.shares_blocks
 
 
-def _growing(state: SchedulerState) -> Floats:
-    """Returns what the running sequences hold and take, [fields of `Growing`, sequences]."""
+def _growing(state: SchedulerState, kinds: Mapping[str, int]) -> Floats:
+    """Returns what the running sequences hold and take, [fields of `Growing`, sequences]. kinds: by tenant."""
     running, tables = state.running, [one.table for one in state.running if one.table is not None]  # all have one
     requests = [one.request for one in running]
     lengths = np.array([len(one.tokens) for one in running])
@@ -276,7 +280,7 @@ def _growing(state: SchedulerState) -> Floats:
             lengths - [one.prompt_len for one in running],
             np.maximum(1, most),
             [request.ends_at_limit for request in requests],
-            [request.params.max_tokens is not None for request in requests],
+            [kinds[request.tenant] for request in requests],
         ),
         dtype=np.float64,
     )

@@ -18,7 +18,7 @@ from pagemill.scheduling.beam import BeamGroup
 from pagemill.scheduling.commit import Commits
 from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
-from pagemill.scheduling.forecast import AnswerLengths
+from pagemill.scheduling.forecast import TenantLengths
 from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.pacing import Pacer
 from pagemill.scheduling.sequence import Precedence, Request, Sequence, SequenceUpdate, Status
@@ -83,7 +83,7 @@ class Scheduler:
             caches_prefixes=enable_prefix_caching,
             stored=stored,
             swap_blocks=swap_blocks,
-            lengths=None if self.pacer is None else AnswerLengths(),
+            lengths=None if self.pacer is None else TenantLengths(),
         )
         self.tenants = self.state.tenants
         self._commits = Commits(self.state, eos_token_ids, drafter)
@@ -227,7 +227,7 @@ class Scheduler:
             if sequence.group is not None:
                 return self.abort(request_id, now)
             if sequence.index == index:
-                self._commits.note_answer(sequence)
+                self._commits.note_answer(sequence, cut=False)
                 self.state.finish(sequence, now)
                 return
 

@@ -13,7 +13,7 @@ from pagemill.memory.pins import Pins
 from pagemill.scheduling import branches
 from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.controller import Controller
-from pagemill.scheduling.forecast import AnswerLengths
+from pagemill.scheduling.forecast import TenantLengths
 from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.sequence import Sequence, Status, by_precedence
 from pagemill.scheduling.tenancy import Tenancy, TenantState
@@ -72,7 +72,7 @@ class SchedulerState:
     pending: PendingPrefixes = field(default_factory=PendingPrefixes)
     recomputed_tokens: int = 0
     swap_blocks: int = 0
-    lengths: AnswerLengths | None = None
+    lengths: TenantLengths | None = None
     crowded: bool = False
     refused: dict[TenantState, Refused] = field(default_factory=dict)
     shared: dict[TenantState, Shared] = field(default_factory=dict)
