@@ -66,6 +66,7 @@ class Request:
     `beam` makes it a search, and `params` what its rows ask of the sampler (`beam.row_params`).
     `answered` are tokens of its one sequence that another engine has brought.
     `is_admitted` says that it may wait, however many do.
+    `prepared` is what the executor keeps for its sampling as long as this is held.
     `ngrams` is the prompt's, once one of its sequences drafts.
     `reads_answer` says that its next token depends on the last one otherwise than through the model.
     """
@@ -86,6 +87,7 @@ class Request:
     adapter: int = 0
     answered: list[int] = field(default_factory=list)
     is_admitted: bool = False
+    prepared: object = None
     ngrams: NgramTable | None = None
     samples: bool = field(init=False)
     """False: it ends when its prompt has been computed."""
