@@ -138,12 +138,15 @@ class SchedulerState:
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Ends a sequence, and with its last one the request."""
-        if sequence.status is Status.WAITING:
-            self.tenants[sequence.request.tenant].waiting -= 1
+        waited, sequence.status = sequence.status is Status.WAITING, Status.FINISHED
+        if waited:
+            tenant = self.tenants[sequence.request.tenant]
+            tenant.waiting -= 1
             self.memory.wanted.release(sequence)
+            if not self.pending.leave(sequence):
+                self.waiting.note_finished(tenant)
         else:
             self.stop(sequence, now)
-        sequence.status = Status.FINISHED
         siblings = self.requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
