@@ -312,12 +312,14 @@ def _enter(state: SchedulerState, sequence: Sequence, tenant: TenantState, opene
     found, num_tokens = opened.num_cached_tokens, len(sequence.tokens)
     sequence.table = opened.table
     computed, sequence.scheduled = sequence.scheduled, found
+    shares = state.shares_prefixes(sequence)
+    if shares:
+        state.pending.add(sequence, sequence.digests, found // state.memory.block_size)
     if sequence.was_preempted:
         state.recomputed_tokens += max(0, min(computed, num_tokens) - found)
-    else:
-        sequence.num_cached_tokens = found
-    if state.shares_prefixes(sequence):
-        state.pending.add(sequence, sequence.digests, found // state.memory.block_size)
+        return
+    sequence.num_cached_tokens = found
+    if shares:
         tenant.prefix_queried_tokens += num_tokens
         tenant.prefix_hit_tokens += found
 
