@@ -338,9 +338,9 @@ def _begin(
 
 
 def _waits_for_blocks(state: SchedulerState, sequence: Sequence, now: float) -> bool:
-    """Lets a sequence wait for the very next block that it needs, if a running sequence or a load is to bring it.
+    """Lets a sequence wait for the next blocks that it needs, if a running sequence or a load is to bring them.
 
-    Begins such a load if offload stores have the block. Returns whether it waits.
+    Begins such a load if offload stores have them. Returns whether it waits.
     """
     if not state.shares_prefixes(sequence):
         return False
@@ -353,7 +353,7 @@ def _waits_for_blocks(state: SchedulerState, sequence: Sequence, now: float) -> 
         load = state.loading.begin(sequence, found, headroom(state), wanted if streams else None, now)
         if load is not None:
             state.pending.add(load.id, load.digests, found)
-    return state.pending.wait(sequence.digests[found], sequence)
+    return state.pending.wait(sequence.digests, found, sequence)
 
 
 def _is_guaranteed(state: SchedulerState, sequence: Sequence, tenant: TenantState) -> bool:

@@ -117,15 +117,19 @@ class PendingPrefixes:
     def owned(self, digest: bytes) -> bool:
         return digest in self._owner
 
-    def wait(self, digest: bytes, sequence: Sequence) -> bool:
-        """Holds a sequence back until this block has come, or its owner has given it up.
+    def wait(self, digests: abc.Sequence[bytes], first: int, sequence: Sequence) -> bool:
+        """Holds a sequence back until the block of index `first` in its chain has come, and those behind it that the
+        same owner brings; or until that has given them up.
 
-        Returns False, and does nothing, if nobody owns the block.
+        Returns False, and does nothing, if nobody owns the first.
         """
-        if digest not in self._owner:
+        owner = self._owner.get(digests[first])
+        if owner is None:
             return False
-        self._waiters.setdefault(digest, {})[sequence] = None
-        self._awaited[sequence] = digest
+        behind = range(first + 1, len(digests))
+        last = next((at for at in behind if self._owner.get(digests[at]) != owner), len(digests)) - 1
+        self._waiters.setdefault(digests[last], {})[sequence] = None
+        self._awaited[sequence] = digests[last]
         return True
 
     def leave(self, sequence: Sequence) -> bool:
