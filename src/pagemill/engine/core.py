@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -149,11 +149,15 @@ class EngineCore:
             self.scheduler.finish(request_id, index, time.monotonic())
 
     def set_tenant(self, name: str, limits: TenantLimits) -> EngineReady:
-        """Makes a tenant known, or changes its limits, between two steps. Returns what the engine is now.
+        """Makes a tenant known, or changes its limits, as `set_tenants` does."""
+        return self.set_tenants({name: limits})
+
+    def set_tenants(self, changed: Mapping[str, TenantLimits]) -> EngineReady:
+        """Makes tenants known, or changes their limits, all at once, between two steps. Returns what the engine is now.
 
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
-        self.scheduler.set_tenant(name, limits)
+        self.scheduler.set_tenants(changed)
         return self._refresh()
 
     def load_adapter(self, lora: LoRARequest) -> EngineReady:

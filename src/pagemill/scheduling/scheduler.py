@@ -151,12 +151,16 @@ class Scheduler:
     # Limits
 
     def set_tenant(self, name: str, tenant_limits: TenantLimits) -> None:
-        """Makes a tenant known, or changes its limits.
+        """Makes a tenant known, or changes its limits, as `set_tenants` does."""
+        self.set_tenants({name: tenant_limits})
+
+    def set_tenants(self, changed: Mapping[str, TenantLimits]) -> None:
+        """Makes tenants known, or changes their limits, all at once.
 
         Raises ConfigError, and changes nothing, for what cannot be kept, of the pool or of the requests that have been
-        accepted.
+        accepted. O(tenants).
         """
-        limits.set_tenant(self.state, name, tenant_limits)
+        limits.set_tenants(self.state, changed)
 
     def longest_sequence(self, max_model_len: int) -> int:
         """Returns how many tokens a sequence that begins like no pin can have, at most `max_model_len`."""

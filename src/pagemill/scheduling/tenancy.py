@@ -108,24 +108,26 @@ class Tenancy:
         except KeyError:
             raise UnknownTenantError.of(name, self._states) from None
 
-    def set(self, name: str, limits: TenantLimits, live: Live) -> None:
-        """Makes a tenant known, or changes its limits.
+    def set(self, changed: abc.Mapping[str, TenantLimits], live: Live) -> None:
+        """Makes tenants known, or changes their limits, all at once.
 
         Raises ConfigError, and changes nothing, if the pool cannot keep what is promised, or if one of the requests
         that were accepted could no longer run.
         """
         frames = self._memory.num_frames
-        refused = self.refusal(frames, live, {name: limits})
+        refused = self.refusal(frames, live, changed)
         if refused is not None:
-            raise ConfigError(f"tenant {name!r}: {refused.reason}", param="tenants")
-        self._memory.set_quotas({name: _quota(limits, frames)})
-        self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
-        state = self._states.get(name)
-        if state is None:
-            self._states[name] = TenantState(self._memory.tenants[name], limits, self._rows(limits))
-        else:
-            state.limits, state.max_rows = limits, self._rows(limits)
-            state.account.part_blocks = NO_QUOTA
+            whose = f"tenant {next(iter(changed))!r}" if len(changed) == 1 else "tenants"
+            raise ConfigError(f"{whose}: {refused.reason}", param="tenants")
+        self._memory.set_quotas({name: _quota(limits, frames) for name, limits in changed.items()})
+        for name, limits in changed.items():
+            account, state = self._memory.tenants[name], self._states.get(name)
+            account.set_idle_timeout(limits.idle_timeout_s)
+            if state is None:
+                self._states[name] = TenantState(account, limits, self._rows(limits))
+            else:
+                state.limits, state.max_rows = limits, self._rows(limits)
+                account.part_blocks = NO_QUOTA
 
     def note_parts(self, parts: abc.Mapping[str, int]) -> None:
         """Notes how many of the blocks that a fleet guarantees each tenant are its here, until that is said anew, or
@@ -314,9 +316,7 @@ class Tenancy:
 
     def _promised_beside(self, state: TenantState) -> int:
         """Returns how many blocks are out of a tenant's reach: what others are guaranteed, or have pinned."""
-        quotas = self._memory.tenants.quotas
-        del quotas[state.account.name]
-        return promised(quotas, {name: self._pins.held(name) for name in quotas})
+        return self._memory.tenants.promised - state.account.promised
 
     def _countable(self, state: TenantState) -> int:
         left = self._memory.num_frames - self._promised_beside(state)
