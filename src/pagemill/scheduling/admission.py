@@ -70,11 +70,12 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
                 state.waiting.pop(tenant)
                 continue
             most = max(1, draft.most(sequence))  # so that nobody waits behind a sequence that waits for others' tokens
-            limit = _open(state, sequence, tenant, guaranteed, most, now)
+            most_rows = state.tenants.row_part if lacks_rows else tenant.max_rows
+            limit = _open(state, sequence, tenant, guaranteed, most, most_rows, now)
             while limit is Limit.POOL and _make_room(state, sequence, tenant, guaranteed, passed, draft, now):
-                limit = _open(state, sequence, tenant, guaranteed, most, now)
-            if limit is None:
-                _begin(state, sequence, tenant, draft, most, now)
+                limit = _open(state, sequence, tenant, guaranteed, most, most_rows, now)
+            if isinstance(limit, int):
+                _begin(state, sequence, tenant, draft, most, limit, now)
                 continue
             if limit is Limit.QUOTA:
                 limited.append(tenant)
@@ -157,25 +158,35 @@ def _room(state: SchedulerState, tenant: TenantState, of_quota: bool) -> int:
 
 
 def _open(
-    state: SchedulerState, sequence: Sequence, tenant: TenantState, guaranteed: bool, budget: int, now: float
-) -> Limit | None:
+    state: SchedulerState,
+    sequence: Sequence,
+    tenant: TenantState,
+    guaranteed: bool,
+    budget: int,
+    most_rows: int,
+    now: float,
+) -> Limit | int:
     """Gives a waiting sequence a table of what is cached of it, with its first chunk reserved behind that.
 
-    Returns None, or what limits it; then nothing has changed.
+    Returns with how many rows it begins, so that its tenant has at most so many. Or what limits it; then nothing has
+    changed.
     """
     if state.batch.num_free < sequence.num_rows:
         return Limit.POOL
+    rows = max(sequence.num_rows, min(sequence.most_rows, state.batch.num_free, most_rows - tenant.rows))
     opened = _look_up(state, sequence, now)
     demand = _demand(state, sequence, opened)
     limit = _limit(state, tenant, demand, guaranteed)
-    if limit is None and not guaranteed and not _fits_later(state, sequence, tenant, demand):
-        limit = Limit.POOL
+    while limit is None and not guaranteed and not _fits_later(state, sequence, rows, tenant, demand):
+        if rows == sequence.num_rows:
+            limit = Limit.POOL
+        rows = max(sequence.num_rows, rows // 2)
     limit = limit or _reserve(state, sequence, opened, budget, demand.streams)
-    if limit is None:
-        _enter(state, sequence, tenant, opened)
-    else:
+    if limit is not None:
         state.memory.close(opened.table, now, used=False)
-    return limit
+        return limit
+    _enter(state, sequence, tenant, opened)
+    return rows
 
 
 def _look_up(state: SchedulerState, sequence: Sequence, now: float) -> Opened:
@@ -214,14 +225,15 @@ def _limit(state: SchedulerState, tenant: TenantState, demand: Demand, guarantee
     return None if frames <= room and tenant.within_quota(frames) else Limit.POOL
 
 
-def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, demand: Demand) -> bool:
-    """Returns whether a sequence and those that run will find the blocks that they grow by, as is foreseen."""
+def _fits_later(state: SchedulerState, sequence: Sequence, rows: int, tenant: TenantState, demand: Demand) -> bool:
+    """Returns whether a sequence that begins with so many rows, and those that run, will find the blocks that they grow
+    by, as is foreseen."""
     memory, lengths = state.memory, state.lengths
     if lengths is None or not state.foresees or not state.running:
         return True
     available, request = memory.available(tenant.account), sequence.request
     most, held, all_sure = _most_held(state)
-    most += sequence.num_rows * -(-request.max_len // memory.block_size) * len(memory.windows)
+    most += rows * -(-request.max_len // memory.block_size) * len(memory.windows)
     if surely_fits(demand.in_pool + most, available + held, all_sure and request.ends_at_limit):
         return True
     state.settle()
@@ -239,7 +251,7 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
         sure=request.ends_at_limit,
         kind=kinds[request.tenant],
     )
-    others = [new] * (sequence.num_rows - 1)
+    others = [new] * (rows - 1)
     return forecast.fits([new._replace(coming=demand.in_pool), *others])
 
 
@@ -325,14 +337,15 @@ def _enter(state: SchedulerState, sequence: Sequence, tenant: TenantState, opene
 
 
 def _begin(
-    state: SchedulerState, sequence: Sequence, tenant: TenantState, draft: StepDraft, most: int, now: float
+    state: SchedulerState, sequence: Sequence, tenant: TenantState, draft: StepDraft, most: int, rows: int, now: float
 ) -> None:
-    """Takes an opened sequence out of the queue and plans its first tokens, at most so many."""
+    """Takes an opened sequence out of the queue, gives it so many rows and plans its first tokens, at most so many."""
     state.waiting.pop(tenant)
     tenant.waiting -= 1
+    tenant.late -= sequence.is_late
     if sequence.scheduled_s is None:
         sequence.scheduled_s = now
-    state.batch.seat(sequence)
+    state.seat(sequence, rows)
     state.start(sequence)
     draft.add(sequence, min(sequence.remaining, most))
 

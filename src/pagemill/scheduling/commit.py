@@ -133,8 +133,8 @@ class Commits:
         return drafted
 
     def fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
-        """Ends a sequence that failed; in a search, and before its prompt has forked, the whole request. Returns what
-        to tell."""
+        """Ends a sequence that failed; in a search, all beams, and before its prompt has forked, those that would fork
+        off. Returns what to tell."""
         state = self._state
         if sequence.status is Status.FINISHED:
             return []
@@ -143,7 +143,7 @@ class Commits:
                 state.finish(beam, now)
             ended = sequence.group.ended()
         else:
-            lost = range(1, sequence.request.params.n) if sequence.child_rows or sequence.forks_after_prompt else ()
+            lost = range(1, sequence.forks + 1) if sequence.child_rows or sequence.forks_after_prompt else ()
             state.finish(sequence, now)
             ended = [sequence, *(sequence.ended(index) for index in lost)]
         return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]

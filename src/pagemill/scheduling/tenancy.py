@@ -34,6 +34,7 @@ class TenantState:
     """Counts one tenant's sequences, and says what it may run.
 
     running: its running sequences. waiting: its waiting ones.
+    late:    those of these for which there was no row when their request began; `max_waiting` does not count them.
     fresh:   those that began to wait since the last step was planned.
     rows:    rows of the persistent batch that it uses, those kept for forks included.
     max_rows: the most rows that it may use; NO_QUOTA if only those of all limit it.
@@ -46,6 +47,7 @@ class TenantState:
     max_rows: int
     running: int = 0
     waiting: int = 0
+    late: int = 0
     fresh: int = 0
     rows: int = 0
     service: float = 0.0
@@ -55,12 +57,12 @@ class TenantState:
     prefix_hit_tokens: int = 0
 
     def must_wait(self, free_rows: int) -> int:
-        """Returns how many of those that wait cannot begin in the next step.
+        """Returns how many of those that wait cannot begin in the next step, the late ones left out.
 
         If the last step has left any of them waiting, all of them count. Else those count for which there is no row.
         """
-        own = min(free_rows, self.max_rows - self.rows)
-        return self.waiting if self.waiting > self.fresh else max(0, self.waiting - max(0, own))
+        own, waiting = min(free_rows, self.max_rows - self.rows), self.waiting - self.late
+        return waiting if self.waiting > self.fresh else max(0, waiting - max(0, own))
 
     def may_run(self, rows: int) -> bool:
         """Returns whether its own limit lets so many more sequences run."""
