@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from concurrent.futures import Future
 
 import jsonschema
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pagemill import SamplingParams
 from pagemill.errors import SamplingParamsError
+from pagemill.sampling import grammar_cache
 from random_schemas import SCHEMAS
 
 PROMPT = "Answer in JSON:\n"
@@ -52,8 +54,15 @@ def test_a_seed_gives_the_same_answers_however_long_grammars_take(make_engine, t
     form = structured({"regex": "[a-z]{8,31}"}, max_tokens=8)
     for waits in (0, 5):
         core = make_engine(seed=7)
-        prepare, asked = core.executor.prepare, itertools.count()
-        monkeypatch.setattr(core.executor, "prepare", lambda *of: prepare(*of) and next(asked) >= waits)  # noqa: B023
+        prepare, polls = core.executor.prepare, itertools.count()
+
+        def late(*given, prepare=prepare, polls=polls, waits=waits):
+            if (prepared := prepare(*given)) is not None:
+                done = prepared.done
+                prepared.done = lambda: next(polls) >= waits and done()
+            return prepared
+
+        monkeypatch.setattr(core.executor, "prepare", late)
         answers.append(drive(core, [request("late", prompt, form), request("other", prompt, sampled)]).tokens)
         core.close()
     assert answers[0] == answers[1]
@@ -168,8 +177,8 @@ def test_what_cannot_be_followed_fails_alone(engine, tokenizer, stuck, said, fin
 
 
 def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine, tokenizer, monkeypatch):
-    prompt, ready, prepare = tokenizer.encode("Say"), [], engine.executor.prepare
-    monkeypatch.setattr(engine.executor, "prepare", lambda *given: bool(ready) and prepare(*given))
+    prompt, ready = tokenizer.encode("Say"), Future()
+    monkeypatch.setattr(engine.executor, "prepare", lambda params, root: ready if params.structured_outputs else None)
     engine.add_request(request("gone", prompt, structured({"choice": ["yes"]})))
     engine.add_request(request("kept", prompt, structured({"choice": ["yes"]})))
     with pytest.raises(ValueError, match="is in use"):
@@ -178,24 +187,38 @@ def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine, to
     engine.add_request(request("free", prompt, SamplingParams(max_tokens=3, ignore_eos=True)))
     assert [len(engine.step()) for _ in range(4)] == [1, 1, 1, 0]
     engine.abort(["gone"])
-    ready.append(True)
+    ready.set_result(None)
     run = drive(engine, [])
     assert set(run.last) == {("kept", 0)}
 
 
 def test_a_grammar_that_the_engine_cannot_compile_ends_its_request(engine, tokenizer, monkeypatch):
-    answers = iter([False, SamplingParamsError("too much", param="structured_outputs")])
-
-    def prepare(params, root):
-        if isinstance(answer := next(answers), Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(engine.executor, "prepare", prepare)
+    prepared = Future()
+    monkeypatch.setattr(engine.executor, "prepare", lambda *given: prepared)
     engine.add_request(request("a", tokenizer.encode("Say"), structured({"choice": ["b"]}, n=2)))
+    prepared.set_exception(SamplingParamsError("too much", param="structured_outputs"))
     ended = engine.step()
     assert [(one.index, one.finish_reason, one.error.message) for one in ended] == [
         (0, "error", "too much"),
         (1, "error", "too much"),
     ]
     assert not engine.has_work()
+
+
+def test_a_grammar_is_compiled_once_while_its_request_lives(make_engine, tokenizer, monkeypatch):
+    """However many others come, it waits for a row, and is preempted; then it is forgotten."""
+    monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 2)
+    compiled, compile_grammar = [], grammar_cache.compile_grammar
+    monkeypatch.setattr(
+        grammar_cache, "compile_grammar", lambda *given: compiled.append(given[1]) or compile_grammar(*given)
+    )
+    core = make_engine(max_num_seqs=3, kv_memory=7 * 737280, max_model_len=64, target_tpot_ms="off")
+    prompt = tokenizer.encode("Say")
+    forms = [structured({"regex": f"[a-z]{{{100 + i},200}}"}, seed=i, max_tokens=40) for i in range(6)]
+    run = drive(core, [request(str(i), prompt, form) for i, form in enumerate(forms)])
+    assert {output.finish_reason for output in run.last.values()} <= {"stop", "length"}
+    assert core.stats().preemptions > 0
+    assert len(compiled) == len(set(compiled)) == len(forms)
+    drive(core, [request("again", prompt, forms[0])])
+    assert len(compiled) == len(forms) + 1
+    core.close()

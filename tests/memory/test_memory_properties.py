@@ -66,6 +66,8 @@ class MemoryMachine(Steps):
         if not hasattr(self, "memory"):
             return
         assert {(pin.space, pin.name) for pin in self.pins.list()} == self.pinned.keys()
+        assert self.pins.num_frames == sum(self.pins.held(tenant.name) for tenant in self.memory.tenants)
+        assert all(self.pins.held(tenant.name) == tenant.pinned for tenant in self.memory.tenants)
         if self.memory.has_copies:
             return  # what is to be moved lies where it was
         for pin in self.pins.list():

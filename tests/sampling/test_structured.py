@@ -24,6 +24,7 @@ from pagemill.sampling.sampler import Sampler
 from pagemill.sampling.structured import MAX_CHARACTERS, MAX_CHOICES
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
 from pagemill.text.tokenizer import Tokenizer
+from waiting import wait_until
 
 NONE = np.zeros(0, np.int32)
 
@@ -336,31 +337,57 @@ def test_a_row_that_is_given_again_has_no_failure_of_its_predecessor(tokenizer, 
     assert rows.failures([5], [row]) == {}
 
 
-def test_grammars_are_kept_apart_by_namespace_and_bounded(tokenizer, monkeypatch):
-    """Another namespace's grammar is compiled again; one that is waited for is never dropped."""
-    monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 3)
-    compiled, held = [], threading.Event()
+@pytest.fixture
+def compiling(monkeypatch):
+    """The grammars that have begun to be compiled, and what holds them up while it is clear."""
+    begun, go_on = [], threading.Event()
     compile_grammar = grammar_cache.compile_grammar
 
-    def compiling(vocabulary, lark):
-        compiled.append(lark)
-        assert held.wait(10)
+    def compiles(vocabulary, lark):
+        begun.append(lark)
+        assert go_on.wait(10)
         return compile_grammar(vocabulary, lark)
 
-    monkeypatch.setattr(grammar_cache, "compile_grammar", compiling)
+    monkeypatch.setattr(grammar_cache, "compile_grammar", compiles)
+    yield begun, go_on
+    go_on.set()
+
+
+def test_grammars_are_kept_apart_by_namespace_and_bounded(tokenizer, monkeypatch, compiling):
+    """Another namespace's grammar is compiled again; one that is held is never dropped."""
+    monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 3)
+    begun, go_on = compiling
     grammars = Grammars(tokenizer.to_json, tokenizer.vocab_size, [tokenizer.eos_token_id])
     asked = [StructuredOutputsParams(choice=[f"choice {i}"]) for i in range(6)]
-    assert not any(grammars.prepare(each, b"a") for each in asked * 2)
-    held.set()
-    for each in asked:
-        grammars.compiled(each, b"a")
-    assert len(compiled) == 6
+    held = [grammars.prepare(each, b"a") for each in asked]
+    assert not any(future.done() for future in held)
+    assert [grammars.prepare(each, b"a") for each in asked] == held
+    go_on.set()
+    for _ in range(2):
+        for each, future in zip(asked, held, strict=True):
+            assert grammars.compiled(each, b"a") is future.result()
+    assert len(begun) == 6
+    held.clear()
     grammars.compiled(asked[5], b"b")
     grammars.compiled(asked[5], b"a")
-    assert len(compiled) == 7
-    held.clear()  # or it may be there again before `prepare` looks
-    assert not grammars.prepare(asked[0], b"a")  # dropped when one of another namespace came
-    held.set()
+    assert len(begun) == 7
+    grammars.compiled(asked[0], b"a")  # dropped when one of another namespace came
+    assert len(begun) == 8
+
+
+def test_one_thread_compiles_what_somebody_still_waits_for(tokenizer, compiling):
+    begun, go_on = compiling
+    before = threading.enumerate()
+    grammars = Grammars(tokenizer.to_json, tokenizer.vocab_size, [tokenizer.eos_token_id])
+    held = [grammars.prepare(StructuredOutputsParams(choice=[f"{i}"]), b"") for i in range(20)]
+    (thread,) = (each for each in threading.enumerate() if each not in before)
+    wait_until(lambda: begun, "nothing is compiled")
+    del held[1:-1]
+    go_on.set()
+    assert len({future.result(10) for future in held}) == len(begun) == 2
+    del grammars, held
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_verdicts_are_kept_apart_by_namespace(checker, monkeypatch):
@@ -430,13 +457,9 @@ def test_masks_compose_with_other_constraints(tokenizer, kernels):
 def test_a_model_or_tokenizer_that_cannot_is_refused(tokenizer):
     asked = SamplingParams(structured_outputs={"choice": ["a"]})
 
-    def prepare(sampler):
-        while not sampler.prepare(asked):
-            time.sleep(0.01)
-
     def refusal(sampler):
         with pytest.raises(SamplingParamsError) as refused:
-            prepare(sampler)
+            sampler.prepare(asked).result(10)
         return str(refused.value)
 
     kernels = CpuSamplingKernels()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import chain, combinations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduler_bench import EOS, Bench, expected, expected_of_search, make_request, make_search
 
 from pagemill.sampling.params import BeamSearchParams, TokenLogprobs
 from pagemill.scheduling import preemption
 from pagemill.scheduling.beam import BeamSearch
+from pagemill.scheduling.forecast import TenantLengths
+from pagemill.tenant_limits import TenantLimits
 
 
 def test_a_fork_takes_no_block_until_it_diverges():
@@ -145,3 +150,89 @@ def test_a_spare_candidate_does_not_end_a_search():
     candidates = TokenLogprobs([0, 1, 2, EOS], [0.0, -1.0, -1.5, -1.6], 1)
     assert search.advance([[]], [candidates]) == [(0, 1), (0, 2)]
     assert search.hypotheses == []
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("max_running", [None, 4])
+def test_a_request_for_many_sequences_begins_with_the_rows_that_are_free(caching, max_running):
+    """The others follow as rows come free: no row waits for them, and each gets the tokens of its seed."""
+    bench = Bench(frames=200, max_num_seqs=6, budget=32, caching=caching)
+    bench.scheduler.set_tenant("default", TenantLimits(max_running=max_running))
+    for i in range(3):
+        bench.scheduler.add(make_request(f"r{i}", [i] * 5, 4 + 9 * i, ignore_eos=True))
+    bench.step()
+    wide = make_request("wide", [9] * 30, 7, n=4, ignore_eos=True)
+    bench.scheduler.add(wide)
+    bench.step()
+    tenant = bench.scheduler.tenants["default"]
+    assert tenant.rows == (max_running or 6)
+    assert tenant.waiting == 7 - tenant.rows
+    assert tenant.must_wait(0) == 0, "max_waiting counts none of a request that has begun"
+    bench.run()
+    assert [bench.outputs["wide", index] for index in range(4)] == [expected(wide, index) for index in range(4)]
+    if caching:
+        assert bench.scheduler.prefix_queried_tokens == 3 * 5 + 30, "what it has computed itself is no hit"
+        assert bench.scheduler.prefix_hit_tokens == 0
+        assert bench.device.computed_tokens < 3 * 5 + 30 + 3 * 2 + (3 + 12 + 21) + 4 * 6
+
+
+def test_a_request_for_many_sequences_begins_with_as_many_as_memory_is_foreseen_for():
+    bench = Bench(frames=40, max_num_seqs=16, budget=32)
+    bench.scheduler.state.lengths = TenantLengths()
+    bench.scheduler.add(make_request("runs", [1] * 5, 60, ignore_eos=True))
+    bench.step()
+    wide = make_request("wide", [9] * 8, 30, n=16, ignore_eos=True)
+    bench.scheduler.add(wide)
+    bench.step()
+    assert bench.scheduler.num_running == 2
+    assert len(bench.scheduler.state.requests["wide"][0].child_rows) < 15
+    bench.run()
+    assert bench.scheduler.preemptions == 0
+    assert [bench.outputs["wide", index] for index in range(16)] == [expected(wide, index) for index in range(16)]
+
+
+@pytest.mark.parametrize("ends", ["abort", "fault"])
+def test_what_ends_a_request_ends_its_sequences_that_wait_for_rows(ends):
+    bench = Bench(frames=200, max_num_seqs=4, budget=32)
+    bench.scheduler.add(make_request("runs", [1] * 5, 40, ignore_eos=True))
+    bench.step()
+    bench.scheduler.add(make_request("wide", [9] * 40, 7, n=4, ignore_eos=True))
+    bench.step()
+    assert len(bench.scheduler.state.requests["wide"]) == 2
+    if ends == "abort":
+        bench.scheduler.abort("wide", bench.now)
+        assert bench.scheduler.num_waiting == 0
+    else:
+        bench.step(frozenset([bench.scheduler.state.requests["wide"][0].row]))
+    bench.run()
+    if ends == "fault":
+        assert [bench.reasons["wide", index] for index in range(4)] == ["error"] * 3 + ["length"]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 20), st.integers(1, 30), st.booleans(), st.sampled_from(["0%", "40%"]))
+def test_sequences_that_are_asked_for_together_cost_others_no_more_than_apart(
+    width, max_tokens, prompt_len, caching, guaranteed
+):
+    """A tenant always has so many sequences of one request under way, or of as many requests, beside another tenant's
+    of one row each. No row waits empty for others."""
+    answered = []
+    for n in (1, width):
+        bench, number = Bench(frames=400, max_num_seqs=8, budget=16, caching=caching), itertools.count()
+        for name in ("calm", "wide"):
+            bench.scheduler.set_tenant(name, TenantLimits(guaranteed_blocks=guaranteed))
+
+        def keep(tenant, live, *request, bench=bench, number=number, **params):
+            while sum(name.startswith(tenant) for name in bench.scheduler.request_ids()) < live:
+                name = f"{tenant}{next(number)}"
+                params |= {"ignore_eos": True, "tenant": tenant, "arrival_s": bench.now}
+                bench.scheduler.add(make_request(name, *request, **params))
+
+        for _ in range(60):
+            keep("calm", 10, [1, 2, 3], 8)
+            keep("wide", width // n, [next(number)] * prompt_len, max_tokens, n=n)
+            bench.step()
+        answered.append(sum(len(tokens) for (name, _), tokens in bench.outputs.items() if name.startswith("calm")))
+        bench.run()
+    apart, together = answered
+    assert together >= 0.8 * apart

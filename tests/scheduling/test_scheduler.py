@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from scheduler_bench import Bench, expected, make_request, make_search
 
 from pagemill.errors import EngineDeadError, KVMemoryError, PoolTooSmallError, RequestTooLargeError
+from pagemill.scheduling.sequence import Precedence, Sequence
+from pagemill.scheduling.waiting import PendingPrefixes
 from pagemill.tenant_limits import TenantLimits
 
 
@@ -254,3 +256,64 @@ def test_who_has_no_room_is_not_looked_at_in_every_step_but_at_once_when_somethi
     assert looks[-1] == 21
     bench.run_steps()
     assert len(bench.outputs["waits", 0]) == 2
+
+
+@pytest.mark.parametrize("priority", [0, 9])
+def test_requests_that_are_aborted_while_they_wait_leave_nothing(priority):
+    """In the queue, before or behind others."""
+    bench = Bench(frames=200, max_num_seqs=1, budget=8)
+    bench.scheduler.add(make_request("runs", [9] * 70, 3, ignore_eos=True))
+    for number in range(3):
+        bench.scheduler.add(make_request(f"waits{number}", [number], 3, ignore_eos=True))
+    bench.step()
+    for number in range(40):
+        prompt = [9] * 60 if number % 2 else [1, number]
+        bench.scheduler.add(make_request(f"gone{number}", prompt, 3, priority=priority))
+        if number % 8 == 0:
+            bench.step()
+        bench.scheduler.abort(f"gone{number}", bench.now)
+        assert len(bench.scheduler.state.waiting) <= 6, "twice those that wait"
+    bench.run()
+    assert {name for name, _ in bench.reasons} == {"runs", "waits0", "waits1", "waits2"}
+
+
+def test_what_a_preempted_sequence_finds_of_its_own_is_no_hit():
+    bench = Bench(frames=40, max_num_seqs=8, budget=32)
+    for i in range(8):
+        bench.scheduler.add(make_request(f"r{i}", [i] * 12, 60, ignore_eos=True))
+    bench.run()
+    assert bench.scheduler.preemptions > 0
+    assert (bench.scheduler.prefix_queried_tokens, bench.scheduler.prefix_hit_tokens) == (8 * 12, 0)
+
+
+def test_who_waits_for_many_blocks_of_another_is_looked_at_once(monkeypatch):
+    """Not for each block: a step would cost as much as there are that wait. Once they are there, it begins at once."""
+    bench, prefix = Bench(frames=128, max_num_seqs=8, budget=16), [9] * 80
+    for name in "ab":
+        bench.scheduler.set_tenant(name, TenantLimits())
+    bench.scheduler.add(make_request("stream", [5], 90, ignore_eos=True, tenant="b"))
+    bench.scheduler.add(make_request("ahead", [6] * 90, 1, tenant="a"))
+    while ("ahead", 0) not in bench.reasons:
+        bench.step()
+    looks, peek = [], bench.memory.peek
+    monkeypatch.setattr(bench.memory, "peek", lambda *args: (looks.append(bench.steps), peek(*args))[1])
+    for i in range(5):
+        bench.scheduler.add(make_request(f"r{i}", [*prefix, i, 2], 3, ignore_eos=True, tenant="a"))
+    bench.run()
+    assert len(looks) == 5 + 4, "the first does not wait"
+    assert max(looks) - min(looks) >= 80 // 8, "a prompt of a tenant that is ahead takes its time"
+    assert bench.first_step["r4"] <= max(looks) + 2
+
+
+def test_a_sequence_that_waits_for_a_block_can_leave():
+    pending, request = PendingPrefixes(), make_request("r", [1], 1)
+    pending.add("owner", [b"a", b"b", b"c"], 0)
+    stays, leaves = (Sequence(request, i, Precedence(0, i, 0), [1]) for i in range(2))
+    for sequence in (leaves, stays):
+        assert pending.wait([b"a", b"b", b"x"], 0, sequence)
+    assert pending.leave(leaves)
+    assert not pending.leave(leaves)
+    assert pending.computed("owner", 1) == []
+    assert pending.computed("owner", 2) == [stays]
+    assert pending.drop("owner") == []
+    assert len(pending) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 
 import pytest
 from scheduler_bench import Bench, expected, expected_of_search, make_request, make_search
@@ -62,7 +63,7 @@ def test_a_search_wider_than_its_tenant_may_run_is_refused_at_once():
 
 
 def test_rows_that_an_accepted_request_needs_to_begin_stay():
-    """Also of one that runs, if it may be preempted and must begin again."""
+    """Also of a search that runs, if it may be preempted and must begin again."""
     bench = bench_of({"a": TenantLimits(max_running=3)}, max_num_seqs=4, budget=16)
 
     def lower(most: int) -> None:
@@ -70,11 +71,7 @@ def test_rows_that_an_accepted_request_needs_to_begin_stay():
 
     parallel = make_request("n", [1] * 20, 6, n=3, ignore_eos=True, tenant="a")
     bench.scheduler.add(parallel)
-    for _ in range(2):  # before it has begun, and with a part of its prompt computed
-        with pytest.raises(ConfigError, match=r"'n' needs 3 sequences to run at once, and max_running .* 'a' would be"):
-            lower(2)
-        bench.step()
-    lower(1)  # each of them can go on alone
+    lower(1)  # each of them can begin, and go on, alone
     bench.run()
     assert bench.outputs["n", 2] == expected(parallel, 2)
     lower(2)
@@ -200,3 +197,40 @@ def test_limits_that_an_accepted_request_needs_stay():
     bench.run()
     bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
     assert load_of(bench, "a").account.charged <= 4
+
+
+def test_tenants_are_set_at_once_or_not_at_all():
+    """One guarantee may go down for another's to go up, in whatever order they are named."""
+    bench = Bench(frames=20)
+    bench.scheduler.set_tenants({"a": TenantLimits(guaranteed_blocks=15), "b": TenantLimits(guaranteed_blocks=5)})
+    bench.scheduler.set_tenants({"b": TenantLimits(guaranteed_blocks=15), "a": TenantLimits(guaranteed_blocks=5)})
+    with pytest.raises(ConfigError, match=r"^tenants: 25 blocks would be guaranteed, and the pool has 20"):
+        bench.scheduler.set_tenants({"a": TenantLimits(guaranteed_blocks=10), "c": TenantLimits()})
+    assert {each.account.name: each.account.guaranteed_blocks for each in bench.scheduler.tenants} == {
+        "default": 0,
+        "a": 5,
+        "b": 15,
+    }
+
+
+def test_what_it_takes_to_accept_a_request_does_not_grow_with_the_tenants():
+    calls = []
+    for count in (2, 500):
+        bench = Bench(frames=4000)
+        bench.scheduler.set_tenants({f"t{i}": TenantLimits(guaranteed_blocks=1) for i in range(count)})
+        request = make_request("r", [1] * 40, 1, tenant="t1")
+        request.params.max_tokens, request.max_len = None, 3000
+        made = 0
+
+        def count_call(frame, event, arg):
+            nonlocal made
+            made += event == "call"
+
+        sys.setprofile(count_call)
+        try:
+            bench.scheduler.add(request)
+        finally:
+            sys.setprofile(None)
+        calls.append(made)
+        bench.run()
+    assert calls[0] == calls[1]

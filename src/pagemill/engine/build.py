@@ -66,8 +66,7 @@ def build(
             compacts=config.kv_compaction == "auto" and facts.compacts,
             drafter=_drafter(config, facts),
         )
-        for name, limits in config.tenants.items():
-            scheduler.set_tenant(name, limits)
+        scheduler.set_tenants(config.tenants)
     except BaseException:
         if tiers is not None:
             tiers.close()

@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -28,7 +28,7 @@ from pagemill.engine.messages import (
     SequenceOutput,
 )
 from pagemill.engine.outputs import outputs_of
-from pagemill.engine.preparing import Preparing
+from pagemill.engine.preparing import Prepared, Preparing
 from pagemill.engine.publishing import Publisher
 from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats
@@ -97,7 +97,7 @@ class EngineCore:
         """True while the pool is as small as "used" has made it."""
         self.ready = self._describe()
         self._random = random.Random(config.seed)
-        self._preparing = Preparing(self.executor, self.root)
+        self._preparing = Preparing(self.executor, self.root, self._schedule)
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
         self._publisher = Publisher(self.memory, self.tiers, config.max_num_batched_tokens) if publishes else None
@@ -119,13 +119,12 @@ class EngineCore:
             )
         if request.seed is None and request.params.seed is None:
             request.seed = self._random.getrandbits(63)  # here: requests may be prepared in any order
-        if not self._preparing.keep(request):
-            self._schedule(request)
+        self._preparing.add(request)
 
-    def _schedule(self, request: EngineRequest) -> None:
-        """Hands a request to the scheduler. Raises as `add_request` does."""
+    def _schedule(self, request: EngineRequest, prepared: Prepared) -> None:
+        """Hands a request to the scheduler, which holds what is prepared for it. Raises as `add_request` does."""
         root = self.root(request, self._adapters.digest(request.adapter))
-        asked = intake.scheduled(request, self.ready, seed=request.seed or 0, root=root)
+        asked = intake.scheduled(request, self.ready, seed=request.seed or 0, root=root, prepared=prepared)
         try:
             self.scheduler.add(asked, request.fork_of)
         except TooFewBlocksError as error:
@@ -150,11 +149,15 @@ class EngineCore:
             self.scheduler.finish(request_id, index, time.monotonic())
 
     def set_tenant(self, name: str, limits: TenantLimits) -> EngineReady:
-        """Makes a tenant known, or changes its limits, between two steps. Returns what the engine is now.
+        """Makes a tenant known, or changes its limits, as `set_tenants` does."""
+        return self.set_tenants({name: limits})
+
+    def set_tenants(self, changed: Mapping[str, TenantLimits]) -> EngineReady:
+        """Makes tenants known, or changes their limits, all at once, between two steps. Returns what the engine is now.
 
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
-        self.scheduler.set_tenant(name, limits)
+        self.scheduler.set_tenants(changed)
         return self._refresh()
 
     def load_adapter(self, lora: LoRARequest) -> EngineReady:
@@ -189,7 +192,7 @@ class EngineCore:
         is in flight.
         """
         self._finish_loads(0.0)
-        refused = self._preparing.pass_on(self._schedule)
+        refused = self._preparing.pass_on()
         begun = time.monotonic()
         updates, self._ended = self._ended, []
         updates += self._loop.settle() + self._end_lost(set(), begun)

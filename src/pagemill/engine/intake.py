@@ -9,8 +9,8 @@ from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.sequence import Pinning, Request
 
 
-def scheduled(asked: EngineRequest, ready: EngineReady, *, seed: int, root: bytes) -> Request:
-    """Returns the request that is scheduled. seed: where the parameters have none. root: see `Request.root`.
+def scheduled(asked: EngineRequest, ready: EngineReady, *, seed: int, root: bytes, prepared: object = None) -> Request:
+    """Returns the request that is scheduled. seed: where the parameters have none. root, prepared: see `Request`.
 
     Raises what `EngineReady.check_prompt_length` raises.
     """
@@ -36,6 +36,7 @@ def scheduled(asked: EngineRequest, ready: EngineReady, *, seed: int, root: byte
         adapter=asked.adapter,
         answered=asked.answered,
         is_admitted=asked.is_admitted,
+        prepared=prepared,
     )
 
 

@@ -70,8 +70,8 @@ def main(descriptor: int) -> int:
             core = EngineCore(start.config, _progress(channel), publishes=start.publishes, peering=start.peering)
             if start.kv_memory is not None and start.kv_memory != core.ready.kv_memory:
                 core.resize(start.kv_memory)
-            for name, limits in start.tenants.items():
-                core.set_tenant(name, limits)
+            if start.tenants:
+                core.set_tenants(start.tenants)
             for adapter in start.adapters:
                 _load_again(core, adapter)
             gc.freeze()

@@ -9,9 +9,10 @@ plans and gets results: it never sees a tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,9 +148,10 @@ class Executor(Protocol):
 
     def graphs(self) -> GraphFacts: ...
 
-    def prepare(self, params: SamplingParams, root: bytes) -> bool:
+    def prepare(self, params: SamplingParams, root: bytes) -> Future[Any] | None:
         """Begins to prepare what sampling by these parameters needs, beside the steps, for the namespace whose chains
-        begin in `root`. Returns whether it is there. Raises SamplingParamsError for what cannot be."""
+        begin in `root`; it stays there while this future is held. Its error is SamplingParamsError for what cannot be.
+        None: they need nothing."""
 
     def load_adapter(self, number: int, path: str) -> AdapterFacts:
         """Loads the adapter that rows name by this number. Raises `ModelLoadError` children, and loads nothing."""

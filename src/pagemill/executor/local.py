@@ -7,8 +7,9 @@ tables and tokens by row, the sampler's rows) and edits it as plans say.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ class LocalExecutor(Worker):
     def graphs(self) -> GraphFacts:
         return GraphFacts(0, 0)
 
-    def prepare(self, params: SamplingParams, root: bytes) -> bool:
+    def prepare(self, params: SamplingParams, root: bytes) -> Future[Any] | None:
         return self.sampler.prepare(params, root)
 
     def load_adapter(self, number: int, path: str) -> AdapterFacts:

@@ -127,6 +127,9 @@ def _charges(core: MemoryCore) -> None:
                 owned[tenant].add(block)
                 _require(core.blocks.owner[block] == tenant.number, "a block has one owner", f"block {block}")
     rule = "a block of the pool is charged once, to the owner of its namespace"
+    promised = sum(tenant.promised for tenant in core.tenants)
+    detail = f"{core.tenants.promised}, and it is {promised}"
+    _require(core.tenants.promised == promised, "what is promised is the sum over tenants", detail)
     used, charges = len(in_pool), sum(tenant.charged for tenant in core.tenants)
     _require(charges == used, rule, f"{charges} are charged, {used} in use")
     for tenant, held in owned.items():

@@ -47,11 +47,8 @@ class Pins:
         self._due = math.inf
         """No pin ends before."""
         self._blocks: defaultdict[str, Counter[tuple[bytes, int]]] = defaultdict(Counter)
-
-    @property
-    def num_frames(self) -> int:
-        """Returns how many frames the pins hold, or will hold when they have been computed."""
-        return sum(map(len, self._blocks.values()))
+        self.num_frames = 0
+        """Frames that the pins hold, or will hold when they have been computed."""
 
     @property
     def pinnable(self) -> int:
@@ -132,6 +129,7 @@ class Pins:
                 param="name",
             )
         pinned.update(blocks)
+        self._note_held(space.tenant)
         self._coming[owner] = Pin(name, space, length, digests, expires_s, blocks)
 
     def keep(self, owner: Hashable, table: BlockTable, now: float) -> None:
@@ -197,3 +195,9 @@ class Pins:
         left = self._blocks[pin.space.tenant]
         left.subtract(pin.blocks)
         self._blocks[pin.space.tenant] = +left
+        self._note_held(pin.space.tenant)
+
+    def _note_held(self, tenant: str) -> None:
+        account, held = self._memory.tenants[tenant], self.held(tenant)
+        self.num_frames += held - account.pinned
+        self._memory.tenants.note_pinned(account, held)

@@ -35,6 +35,7 @@ class Tenant:
 
     number:            its place among `Tenants.accounts`.
     policy:            its cached blocks, in the order in which they make room.
+    pinned:            blocks that its pins hold, or will.
     charged:           its blocks, active and cached.
     guaranteed_blocks: blocks that are kept for it; others may borrow them, and give them back first.
     part_blocks:       the most of them that are its here, where they are guaranteed over several pools; else NO_QUOTA.
@@ -49,6 +50,7 @@ class Tenant:
     guaranteed_blocks: int = 0
     part_blocks: int = NO_QUOTA
     max_blocks: int = NO_QUOTA
+    pinned: int = 0
     charged: int = 0
     evictions: int = 0
     idle_timeout_s: float | None = None
@@ -65,6 +67,11 @@ class Tenant:
     @property
     def active(self) -> int:
         return self.charged - len(self.policy)
+
+    @property
+    def promised(self) -> int:
+        """Returns how many blocks are out of the others' reach: those guaranteed to it, or pinned if these are more."""
+        return max(self.guaranteed_blocks, self.pinned)
 
     @property
     def kept_blocks(self) -> int:
@@ -99,12 +106,15 @@ class Tenants:
     """The accounts over one pool; one named "default" is always there.
 
     With one account every question is O(1), with more it is O(accounts).
+
+    promised: blocks that are kept for all of them, see `Tenant.promised`.
     """
 
     def __init__(self, policy: Callable[[], EvictionPolicy]) -> None:
         self._policy = policy
         self.accounts = [Tenant(DEFAULT_TENANT, 0, policy())]
         self._by_name = {DEFAULT_TENANT: self.accounts[0]}
+        self.promised = 0
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self.accounts)
@@ -125,7 +135,14 @@ class Tenants:
             if name not in self._by_name:
                 self._by_name[name] = Tenant(name, len(self.accounts), self._policy())
                 self.accounts.append(self._by_name[name])
-            self._by_name[name].guaranteed_blocks, self._by_name[name].max_blocks = quota
+            tenant, before = self._by_name[name], self._by_name[name].promised
+            tenant.guaranteed_blocks, tenant.max_blocks = quota
+            self.promised += tenant.promised - before
+
+    def note_pinned(self, tenant: Tenant, blocks: int) -> None:
+        """Takes note of how many blocks a tenant's pins hold."""
+        before, tenant.pinned = tenant.promised, blocks
+        self.promised += tenant.promised - before
 
     @property
     def quotas(self) -> dict[str, Quota]:

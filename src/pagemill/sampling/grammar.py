@@ -6,14 +6,11 @@ compiles it over a vocabulary of single bytes, which takes a thousandth of the m
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
@@ -21,10 +18,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pagemill.errors import SamplingParamsError
 from pagemill.namespace import Namespace
 from pagemill.sampling.literals import check_literals
+from pagemill.sampling.roomy_threads import in_roomy_thread
 from pagemill.sampling.schema_formats import leave_out_unknown_formats
 from pagemill.sampling.structured import StructuredOutputsParams
-
-T = TypeVar("T")
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -45,15 +41,8 @@ number seldom takes the digits of all scripts."""
 FREE_TOKENS = '%llguidance {"no_forcing": true}'
 """Leaves it to the model how a text that must come is cut into tokens. To look for the only cut there is would take
 time in proportion to that text, for every token, and an expression of a few characters may stand for a million."""
-STACK_BYTES = 256 << 20
-"""Stack of a thread that compiles, of which only what is used takes memory: the compiler recurses along chains of rules
-and references."""
 MAX_VERDICTS = 256
 MAX_REASON = 300
-
-_ONE_STARTS = threading.Lock()
-_ONE_COMPILES = threading.Lock()
-
 
 Key: TypeAlias = "tuple[str | bool | None, ...]"
 
@@ -79,26 +68,6 @@ def lark_of(asked: StructuredOutputsParams) -> str:
     else:
         return _of_grammar(str(asked.grammar))
     return _without_forcing(rules)
-
-
-def in_roomy_thread(function: Callable[[], T], at_once: bool = False) -> Future[T]:
-    """Runs a function in a thread with a stack of `STACK_BYTES`, `at_once` or when no other such function runs."""
-    future: Future[T] = Future()
-
-    def work() -> None:
-        with contextlib.nullcontext() if at_once else _ONE_COMPILES:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-    with _ONE_STARTS:
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            threading.Thread(target=work, name="grammar", daemon=True).start()
-        finally:
-            threading.stack_size(usual)
-    return future
 
 
 def compile_grammar(vocabulary: LLTokenizer, lark: str) -> LLMatcher:

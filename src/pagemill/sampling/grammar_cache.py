@@ -1,4 +1,4 @@
-"""Keeps the compiled grammars of an engine, those last used, for each namespace apart."""
+"""Keeps the compiled grammars of an engine, those of its requests and those last used, for each namespace apart."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
 
 from pagemill.errors import SamplingParamsError
-from pagemill.sampling.grammar import Key, compile_grammar, in_roomy_thread, key_of, lark_of
+from pagemill.sampling.grammar import Key, compile_grammar, key_of, lark_of
+from pagemill.sampling.roomy_threads import RoomyThread, in_roomy_thread
 from pagemill.sampling.structured import StructuredOutputsParams
 
 MAX_GRAMMARS = 64
 MAX_CHARACTERS = 1 << 20
-"""Compiled grammars that are kept, and the characters that they may have together: each takes 45 KB, about 90 bytes a
-character, and up to 15 MB for the automaton that answers make of it."""
+"""Grammars last used that are kept, whether or not a request holds them, and the characters that they may have
+together: each takes 45 KB, about 90 bytes a character, and up to 15 MB for the automaton that answers make of it."""
 
 
 class CompiledGrammar:
@@ -55,40 +57,37 @@ class Grammars:
         self.eos_token_ids = [*eos_token_ids]
         self._tokenizer_json = tokenizer_json
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[bytes, Key], Future[CompiledGrammar]] = OrderedDict()
+        self._known: WeakValueDictionary[tuple[bytes, Key], Future[CompiledGrammar]] = WeakValueDictionary()
+        """All that somebody holds."""
+        self._kept: OrderedDict[tuple[bytes, Key], Future[CompiledGrammar]] = OrderedDict()
+        """Those last used; what comes later is further behind."""
         self._characters = 0
+        self._thread = RoomyThread()
 
-    def prepare(self, asked: StructuredOutputsParams, root: bytes) -> bool:
-        """Begins to compile a grammar that is not there. Returns whether `compiled` need not wait for it. Raises
-        `SamplingParamsError` once it has turned out not to compile."""
-        future = self._of(root, asked)
-        if future.done() and (error := future.exception()) is not None:
-            raise error
-        return future.done()
-
-    def compiled(self, asked: StructuredOutputsParams, root: bytes) -> CompiledGrammar:
-        """Returns a grammar. Waits for it, and raises as `prepare` does."""
-        return self._of(root, asked, at_once=True).result()
-
-    def _of(self, root: bytes, asked: StructuredOutputsParams, at_once: bool = False) -> Future[CompiledGrammar]:
+    def prepare(self, asked: StructuredOutputsParams, root: bytes) -> Future[CompiledGrammar]:
+        """Begins to compile a grammar that is not there; it stays there while this future is held. Its error is
+        `SamplingParamsError` for what does not compile."""
         key = root, key_of(asked)
-        future = self._compiled.get(key)
+        future = self._known.get(key)
         if future is None:
-            future = self._compiled[key] = in_roomy_thread(lambda: self._compile(asked), at_once)
-            self._characters += _characters(key[1])
-            self._forget()
-        else:
-            self._compiled.move_to_end(key)
+            future = self._known[key] = self._thread.submit(lambda: self._compile(asked))
         return future
 
-    def _forget(self) -> None:
-        """Drops grammars that were used long ago, none that is being compiled: somebody waits for it."""
-        for key in [*self._compiled]:
-            if len(self._compiled) <= MAX_GRAMMARS and self._characters <= MAX_CHARACTERS:
-                break
-            if self._compiled[key].done():
-                del self._compiled[key]
-                self._characters -= _characters(key[1])
+    def compiled(self, asked: StructuredOutputsParams, root: bytes) -> CompiledGrammar:
+        """Returns a grammar for a row. Waits for it, and raises `SamplingParamsError` for what does not compile."""
+        key = root, key_of(asked)
+        future = self._known.get(key)
+        if future is None:
+            future = self._known[key] = in_roomy_thread(lambda: self._compile(asked), at_once=True)
+        grammar = future.result()
+        if key not in self._kept:
+            self._kept[key] = future
+            self._characters += _characters(key[1])
+        self._kept.move_to_end(key)
+        while len(self._kept) > MAX_GRAMMARS or self._characters > MAX_CHARACTERS:
+            (_, oldest), _ = self._kept.popitem(last=False)
+            self._characters -= _characters(oldest)
+        return grammar
 
     def _compile(self, asked: StructuredOutputsParams) -> CompiledGrammar:
         if not self.eos_token_ids:

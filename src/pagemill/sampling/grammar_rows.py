@@ -89,7 +89,7 @@ class GrammarRows:
         self._thread = ThreadPoolExecutor(1, "masks")
         self._begun: Future[None] | None = None
 
-    def prepare(self, asked: StructuredOutputsParams, root: bytes) -> bool:
+    def prepare(self, asked: StructuredOutputsParams, root: bytes) -> Future[CompiledGrammar]:
         """Does what `Grammars.prepare` does."""
         return self._grammars.prepare(asked, root)
 

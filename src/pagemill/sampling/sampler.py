@@ -8,6 +8,7 @@ The token and log probabilities of a row are, bitwise, a function of its own log
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,6 +23,7 @@ from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.random import uniform
 
 if TYPE_CHECKING:
+    from pagemill.sampling.grammar_cache import CompiledGrammar
     from pagemill.sampling.grammar_rows import GrammarRows
 
 
@@ -87,10 +89,10 @@ class Sampler:
 
         return GrammarRows(Grammars(self._tokenizer_json, self.vocab_size, self.eos_token_ids), len(self._params))
 
-    def prepare(self, params: SamplingParams, root: bytes = b"") -> bool:
-        """Begins to prepare what sampling by these parameters needs, for a namespace. Returns whether it is there.
-        Raises `SamplingParamsError` for what cannot be."""
-        return params.structured_outputs is None or self._grammars.prepare(params.structured_outputs, root)
+    def prepare(self, params: SamplingParams, root: bytes = b"") -> Future[CompiledGrammar] | None:
+        """Begins to prepare what sampling by these parameters needs, for a namespace; it stays there while this future
+        is held. Its error is `SamplingParamsError` for what cannot be. None: they need nothing."""
+        return None if params.structured_outputs is None else self._grammars.prepare(params.structured_outputs, root)
 
     def add_row(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from pagemill.memory.manager import MemoryManager, Opened
 from pagemill.scheduling import preemption
-from pagemill.scheduling.forecast import Floats, Forecast, Growing, surely_fits
+from pagemill.scheduling.forecast import Chances, Floats, Forecast, Growing, surely_fits
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.state import Refused, SchedulerState, Shared, StepDraft
 from pagemill.scheduling.tenancy import TenantState
@@ -69,11 +70,12 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
                 state.waiting.pop(tenant)
                 continue
             most = max(1, draft.most(sequence))  # so that nobody waits behind a sequence that waits for others' tokens
-            limit = _open(state, sequence, tenant, guaranteed, most, now)
+            most_rows = state.tenants.row_part if lacks_rows else tenant.max_rows
+            limit = _open(state, sequence, tenant, guaranteed, most, most_rows, now)
             while limit is Limit.POOL and _make_room(state, sequence, tenant, guaranteed, passed, draft, now):
-                limit = _open(state, sequence, tenant, guaranteed, most, now)
-            if limit is None:
-                _begin(state, sequence, tenant, draft, most, now)
+                limit = _open(state, sequence, tenant, guaranteed, most, most_rows, now)
+            if isinstance(limit, int):
+                _begin(state, sequence, tenant, draft, most, limit, now)
                 continue
             if limit is Limit.QUOTA:
                 limited.append(tenant)
@@ -156,25 +158,35 @@ def _room(state: SchedulerState, tenant: TenantState, of_quota: bool) -> int:
 
 
 def _open(
-    state: SchedulerState, sequence: Sequence, tenant: TenantState, guaranteed: bool, budget: int, now: float
-) -> Limit | None:
+    state: SchedulerState,
+    sequence: Sequence,
+    tenant: TenantState,
+    guaranteed: bool,
+    budget: int,
+    most_rows: int,
+    now: float,
+) -> Limit | int:
     """Gives a waiting sequence a table of what is cached of it, with its first chunk reserved behind that.
 
-    Returns None, or what limits it; then nothing has changed.
+    Returns with how many rows it begins, so that its tenant has at most so many. Or what limits it; then nothing has
+    changed.
     """
     if state.batch.num_free < sequence.num_rows:
         return Limit.POOL
+    rows = max(sequence.num_rows, min(sequence.most_rows, state.batch.num_free, most_rows - tenant.rows))
     opened = _look_up(state, sequence, now)
     demand = _demand(state, sequence, opened)
     limit = _limit(state, tenant, demand, guaranteed)
-    if limit is None and not guaranteed and not _fits_later(state, sequence, tenant, demand):
-        limit = Limit.POOL
+    while limit is None and not guaranteed and not _fits_later(state, sequence, rows, tenant, demand):
+        if rows == sequence.num_rows:
+            limit = Limit.POOL
+        rows = max(sequence.num_rows, rows // 2)
     limit = limit or _reserve(state, sequence, opened, budget, demand.streams)
-    if limit is None:
-        _enter(state, sequence, tenant, opened)
-    else:
+    if limit is not None:
         state.memory.close(opened.table, now, used=False)
-    return limit
+        return limit
+    _enter(state, sequence, tenant, opened)
+    return rows
 
 
 def _look_up(state: SchedulerState, sequence: Sequence, now: float) -> Opened:
@@ -213,18 +225,22 @@ def _limit(state: SchedulerState, tenant: TenantState, demand: Demand, guarantee
     return None if frames <= room and tenant.within_quota(frames) else Limit.POOL
 
 
-def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, demand: Demand) -> bool:
-    """Returns whether a sequence and those that run will find the blocks that they grow by, as is foreseen."""
+def _fits_later(state: SchedulerState, sequence: Sequence, rows: int, tenant: TenantState, demand: Demand) -> bool:
+    """Returns whether a sequence that begins with so many rows, and those that run, will find the blocks that they grow
+    by, as is foreseen."""
     memory, lengths = state.memory, state.lengths
     if lengths is None or not state.foresees or not state.running:
         return True
     available, request = memory.available(tenant.account), sequence.request
     most, held, all_sure = _most_held(state)
-    most += sequence.num_rows * -(-request.max_len // memory.block_size) * len(memory.windows)
+    most += rows * -(-request.max_len // memory.block_size) * len(memory.windows)
     if surely_fits(demand.in_pool + most, available + held, all_sure and request.ends_at_limit):
         return True
     state.settle()
-    forecast = Forecast(lengths, _growing(state), available, memory.block_size, memory.windows)
+    names = dict.fromkeys([request.tenant, *(one.request.tenant for one in state.running)])
+    kinds = {name: place for place, name in enumerate(names)}
+    chances = Chances([lengths.of(name) for name in kinds])
+    forecast = Forecast(chances, _growing(state, kinds), available, memory.block_size, memory.windows)
     new = Growing(
         held=0,
         entries=-(-len(sequence.tokens) // memory.block_size),
@@ -233,9 +249,9 @@ def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, 
         has=sequence.num_output_tokens,
         most=max(1, request.max_len - len(sequence.tokens)),
         sure=request.ends_at_limit,
-        limited=request.params.max_tokens is not None,
+        kind=kinds[request.tenant],
     )
-    others = [new] * (sequence.num_rows - 1)
+    others = [new] * (rows - 1)
     return forecast.fits([new._replace(coming=demand.in_pool), *others])
 
 
@@ -260,8 +276,8 @@ def _holds_apart(memory: MemoryManager) -> bool:
     return memory.windows == (None,) and not memory.shares_blocks
 
 
-def _growing(state: SchedulerState) -> Floats:
-    """Returns what the running sequences hold and take, [fields of `Growing`, sequences]."""
+def _growing(state: SchedulerState, kinds: Mapping[str, int]) -> Floats:
+    """Returns what the running sequences hold and take, [fields of `Growing`, sequences]. kinds: by tenant."""
     running, tables = state.running, [one.table for one in state.running if one.table is not None]  # all have one
     requests = [one.request for one in running]
     lengths = np.array([len(one.tokens) for one in running])
@@ -276,7 +292,7 @@ def _growing(state: SchedulerState) -> Floats:
             lengths - [one.prompt_len for one in running],
             np.maximum(1, most),
             [request.ends_at_limit for request in requests],
-            [request.params.max_tokens is not None for request in requests],
+            [kinds[request.tenant] for request in requests],
         ),
         dtype=np.float64,
     )
@@ -308,33 +324,36 @@ def _enter(state: SchedulerState, sequence: Sequence, tenant: TenantState, opene
     found, num_tokens = opened.num_cached_tokens, len(sequence.tokens)
     sequence.table = opened.table
     computed, sequence.scheduled = sequence.scheduled, found
+    shares = state.shares_prefixes(sequence)
+    if shares:
+        state.pending.add(sequence, sequence.digests, found // state.memory.block_size)
     if sequence.was_preempted:
         state.recomputed_tokens += max(0, min(computed, num_tokens) - found)
-    else:
-        sequence.num_cached_tokens = found
-    if state.shares_prefixes(sequence):
-        state.pending.add(sequence, sequence.digests, found // state.memory.block_size)
+        return
+    sequence.num_cached_tokens = found
+    if shares:
         tenant.prefix_queried_tokens += num_tokens
         tenant.prefix_hit_tokens += found
 
 
 def _begin(
-    state: SchedulerState, sequence: Sequence, tenant: TenantState, draft: StepDraft, most: int, now: float
+    state: SchedulerState, sequence: Sequence, tenant: TenantState, draft: StepDraft, most: int, rows: int, now: float
 ) -> None:
-    """Takes an opened sequence out of the queue and plans its first tokens, at most so many."""
+    """Takes an opened sequence out of the queue, gives it so many rows and plans its first tokens, at most so many."""
     state.waiting.pop(tenant)
     tenant.waiting -= 1
+    tenant.late -= sequence.is_late
     if sequence.scheduled_s is None:
         sequence.scheduled_s = now
-    state.batch.seat(sequence)
+    state.seat(sequence, rows)
     state.start(sequence)
     draft.add(sequence, min(sequence.remaining, most))
 
 
 def _waits_for_blocks(state: SchedulerState, sequence: Sequence, now: float) -> bool:
-    """Lets a sequence wait for the very next block that it needs, if a running sequence or a load is to bring it.
+    """Lets a sequence wait for the next blocks that it needs, if a running sequence or a load is to bring them.
 
-    Begins such a load if offload stores have the block. Returns whether it waits.
+    Begins such a load if offload stores have them. Returns whether it waits.
     """
     if not state.shares_prefixes(sequence):
         return False
@@ -347,7 +366,7 @@ def _waits_for_blocks(state: SchedulerState, sequence: Sequence, now: float) -> 
         load = state.loading.begin(sequence, found, headroom(state), wanted if streams else None, now)
         if load is not None:
             state.pending.add(load.id, load.digests, found)
-    return state.pending.wait(sequence.digests[found], sequence)
+    return state.pending.wait(sequence.digests, found, sequence)
 
 
 def _is_guaranteed(state: SchedulerState, sequence: Sequence, tenant: TenantState) -> bool:

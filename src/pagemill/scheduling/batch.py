@@ -60,9 +60,10 @@ class Batch:
     def num_free(self) -> int:
         return len(self.free_rows)
 
-    def seat(self, sequence: Sequence) -> None:
-        """Gives a sequence its row, and those of the sequences that will fork off. There must be so many."""
-        sequence.row, *sequence.child_rows = (self.free_rows.pop() for _ in range(sequence.num_rows))
+    def seat(self, sequence: Sequence, rows: int) -> None:
+        """Gives a sequence so many rows, its own and those of the sequences that will fork off. There must be so
+        many."""
+        sequence.row, *sequence.child_rows = (self.free_rows.pop() for _ in range(rows))
         sequence.prefill_len = len(sequence.tokens) - 1
 
     def take_row(self) -> int:

@@ -83,7 +83,7 @@ class Commits:
                 if tree is not None:
                     drafted = self._note_drafts(sequence, tree, min(len(tokens) - 1, len(accepted)))
             if reason is not None:
-                self.note_answer(sequence)
+                self.note_answer(sequence, cut=reason == "length")
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
             update = SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason, drafted)
@@ -99,13 +99,16 @@ class Commits:
                 updates.append(update)
         return updates
 
-    def note_answer(self, sequence: Sequence) -> None:
-        """Remembers an answer that has ended, for drafts; and its length, if it could have been another."""
+    def note_answer(self, sequence: Sequence, cut: bool) -> None:
+        """Remembers an answer that has ended, for drafts; and its length, if it could have been another.
+
+        cut: whether its limit has ended it.
+        """
         state = self._state
         if self.drafter is not None and self.drafter.answers is not None:
             self.drafter.answers.add(sequence.request.root, sequence.tokens, sequence.prompt_len)
         if state.lengths is not None and not sequence.request.ends_at_limit:
-            state.lengths.note(sequence.num_output_tokens, len(sequence.tokens) >= sequence.request.max_len)
+            state.lengths.note(sequence.request.tenant, sequence.num_output_tokens, cut)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Tells the drafter how long the step took that was taken in last, if all its rows generated."""
@@ -130,8 +133,8 @@ class Commits:
         return drafted
 
     def fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
-        """Ends a sequence that failed; in a search, and before its prompt has forked, the whole request. Returns what
-        to tell."""
+        """Ends a sequence that failed; in a search, all beams, and before its prompt has forked, those that would fork
+        off. Returns what to tell."""
         state = self._state
         if sequence.status is Status.FINISHED:
             return []
@@ -140,7 +143,7 @@ class Commits:
                 state.finish(beam, now)
             ended = sequence.group.ended()
         else:
-            lost = range(1, sequence.request.params.n) if sequence.child_rows or sequence.forks_after_prompt else ()
+            lost = range(1, sequence.forks + 1) if sequence.child_rows or sequence.forks_after_prompt else ()
             state.finish(sequence, now)
             ended = [sequence, *(sequence.ended(index) for index in lost)]
         return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]

@@ -21,7 +21,7 @@ def after_prompt(state: SchedulerState, parent: Entry, index: int) -> Sequence:
     child = _share(state, origin, parent.end, index, origin.child_rows[index - 1])
     assert child.table is not None
     state.memory.place(child.table, child.row)
-    if index == origin.request.params.n - 1:
+    if index == origin.forks:
         origin.child_rows = []
     return child
 
@@ -87,9 +87,9 @@ def into(state: SchedulerState, child: Sequence, index: int, siblings: abc.Seque
         child.table = state.memory.fork(origin.table, length)
     except ValueError:  # it has gone on, and given back what its window has left
         return False
-    state.batch.seat(child)
     child.scheduled = child.num_cached_tokens = length
     child.scheduled_s = request.arrival_s
+    state.seat(child, min(child.most_rows, state.batch.num_free, tenant.max_rows - tenant.rows))
     state.name_blocks(child)
     return True
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 
 from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.digest import extend_chain
@@ -37,12 +38,12 @@ def accept(state: SchedulerState, sequence: Sequence) -> None:
         _reserve_pin(state, request, request.pin)
 
 
-def set_tenant(state: SchedulerState, name: str, limits: TenantLimits) -> None:
-    """Makes a tenant known, or changes its limits.
+def set_tenants(state: SchedulerState, changed: Mapping[str, TenantLimits]) -> None:
+    """Makes tenants known, or changes their limits, all at once.
 
     Raises ConfigError, and changes nothing, for limits that the pool, or a request already accepted, does not allow.
     """
-    state.tenants.set(name, limits, _live(state))
+    state.tenants.set(changed, _live(state))
 
 
 def longest_sequence(state: SchedulerState, max_model_len: int) -> int:

@@ -18,7 +18,7 @@ from pagemill.scheduling.beam import BeamGroup
 from pagemill.scheduling.commit import Commits
 from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
-from pagemill.scheduling.forecast import AnswerLengths
+from pagemill.scheduling.forecast import TenantLengths
 from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.pacing import Pacer
 from pagemill.scheduling.sequence import Precedence, Request, Sequence, SequenceUpdate, Status
@@ -83,7 +83,7 @@ class Scheduler:
             caches_prefixes=enable_prefix_caching,
             stored=stored,
             swap_blocks=swap_blocks,
-            lengths=None if self.pacer is None else AnswerLengths(),
+            lengths=None if self.pacer is None else TenantLengths(),
         )
         self.tenants = self.state.tenants
         self._commits = Commits(self.state, eos_token_ids, drafter)
@@ -151,12 +151,16 @@ class Scheduler:
     # Limits
 
     def set_tenant(self, name: str, tenant_limits: TenantLimits) -> None:
-        """Makes a tenant known, or changes its limits.
+        """Makes a tenant known, or changes its limits, as `set_tenants` does."""
+        self.set_tenants({name: tenant_limits})
+
+    def set_tenants(self, changed: Mapping[str, TenantLimits]) -> None:
+        """Makes tenants known, or changes their limits, all at once.
 
         Raises ConfigError, and changes nothing, for what cannot be kept, of the pool or of the requests that have been
-        accepted.
+        accepted. O(tenants).
         """
-        limits.set_tenant(self.state, name, tenant_limits)
+        limits.set_tenants(self.state, changed)
 
     def longest_sequence(self, max_model_len: int) -> int:
         """Returns how many tokens a sequence that begins like no pin can have, at most `max_model_len`."""
@@ -227,7 +231,7 @@ class Scheduler:
             if sequence.group is not None:
                 return self.abort(request_id, now)
             if sequence.index == index:
-                self._commits.note_answer(sequence)
+                self._commits.note_answer(sequence, cut=False)
                 self.state.finish(sequence, now)
                 return
 

@@ -66,6 +66,7 @@ class Request:
     `beam` makes it a search, and `params` what its rows ask of the sampler (`beam.row_params`).
     `answered` are tokens of its one sequence that another engine has brought.
     `is_admitted` says that it may wait, however many do.
+    `prepared` is what the executor keeps for its sampling as long as this is held.
     `ngrams` is the prompt's, once one of its sequences drafts.
     `reads_answer` says that its next token depends on the last one otherwise than through the model.
     """
@@ -86,6 +87,7 @@ class Request:
     adapter: int = 0
     answered: list[int] = field(default_factory=list)
     is_admitted: bool = False
+    prepared: object = None
     ngrams: NgramTable | None = None
     samples: bool = field(init=False)
     """False: it ends when its prompt has been computed."""
@@ -140,8 +142,10 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     table: BlockTable | None = None
     row: int = -1
+    forks: int = field(init=False)
+    """How many sequences fork off it when the prompt has been computed; further ones of its request begin alone."""
     child_rows: list[int] = field(default_factory=list)
-    """Rows kept for the sequences that fork off when the prompt has been computed."""
+    """Rows kept for these."""
     scheduled: int = 0
     in_flight: int = 0
     open_ended: bool = False
@@ -164,6 +168,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_token_ids)
+        self.forks = self.request.params.n - 1 if self.index == 0 else 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -182,19 +187,27 @@ class Sequence:
 
     @property
     def was_preempted(self) -> bool:
-        """Returns whether it waits again after having run."""
+        """Returns whether it waits again after having run, or its request has."""
         return self.status is Status.WAITING and self.scheduled_s is not None
 
     @property
     def num_rows(self) -> int:
-        """Returns how many rows it needs to begin: its own, and those of the sequences that will fork off."""
-        if self.group is not None:
-            return self.group.width
-        return self.request.params.n if self.forks_after_prompt else 1
+        """Returns how many rows it needs to begin: a search those of all beams."""
+        return 1 if self.group is None else self.group.width
+
+    @property
+    def most_rows(self) -> int:
+        """Returns how many rows it can begin with: its own, and those of the sequences that will fork off."""
+        return 1 + self.forks if self.forks_after_prompt else self.num_rows
 
     @property
     def forks_after_prompt(self) -> bool:
-        return self.index == 0 and self.request.params.n > 1 and self.num_output_tokens + self.in_flight == 0
+        return self.forks > 0 and self.num_output_tokens + self.in_flight == 0
+
+    @property
+    def is_late(self) -> bool:
+        """Returns whether there was no row for it when its request began, and it has no token yet."""
+        return self.index > 0 and self.group is None and self.num_output_tokens == 0
 
     @property
     def embedding(self) -> NDArray[np.float32] | None:
@@ -231,6 +244,18 @@ class Sequence:
             if not request.params.ignore_eos:
                 return "stop", None
         return "length" if len(self.tokens) >= request.max_len else None, None
+
+    def behind(self, index: int) -> Sequence:
+        """Returns another sequence of its request that begins later, alone: it finds what this one has computed."""
+        return Sequence(
+            self.request,
+            index,
+            self.precedence._replace(number=index),
+            list(self.request.prompt_token_ids),
+            digests=list(self.digests),
+            num_cached_tokens=self.num_cached_tokens,
+            scheduled_s=self.scheduled_s,
+        )
 
     def ended(self, index: int) -> Sequence:
         """Returns a finished sequence of the same request that holds nothing, to tell the end of one without a row."""

@@ -13,7 +13,7 @@ from pagemill.memory.pins import Pins
 from pagemill.scheduling import branches
 from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.controller import Controller
-from pagemill.scheduling.forecast import AnswerLengths
+from pagemill.scheduling.forecast import TenantLengths
 from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.sequence import Sequence, Status, by_precedence
 from pagemill.scheduling.tenancy import Tenancy, TenantState
@@ -72,7 +72,7 @@ class SchedulerState:
     pending: PendingPrefixes = field(default_factory=PendingPrefixes)
     recomputed_tokens: int = 0
     swap_blocks: int = 0
-    lengths: AnswerLengths | None = None
+    lengths: TenantLengths | None = None
     crowded: bool = False
     refused: dict[TenantState, Refused] = field(default_factory=dict)
     shared: dict[TenantState, Shared] = field(default_factory=dict)
@@ -100,6 +100,7 @@ class SchedulerState:
         """Lets a sequence wait for its turn."""
         tenant = self.tenants[sequence.request.tenant]
         tenant.waiting += 1
+        tenant.late += sequence.is_late
         tenant.fresh += 1
         self.waiting.push(sequence, tenant)
 
@@ -108,13 +109,22 @@ class SchedulerState:
         for sequence in sequences:
             self.waiting.push(sequence, self.tenants[sequence.request.tenant])
 
+    def seat(self, sequence: Sequence, rows: int) -> None:
+        """Gives a sequence that begins so many rows. Sequences that would fork off it, and have none, wait alone."""
+        self.batch.seat(sequence, rows)
+        for index in range(rows, sequence.most_rows):
+            late = sequence.behind(index)
+            self.requests[sequence.request.request_id].append(late)
+            self.wait(late)
+        sequence.forks = min(sequence.forks, rows - 1)
+
     def start(self, sequence: Sequence) -> None:
         """Makes a sequence that has its table and its rows a running one."""
         sequence.status = Status.RUNNING
         self.memory.wanted.release(sequence)
         tenant = self.tenants[sequence.request.tenant]
         tenant.running += 1
-        tenant.rows += sequence.num_rows
+        tenant.rows += 1 + len(sequence.child_rows)
         insort(self.running, sequence, key=by_precedence)
 
     def stop(self, sequence: Sequence, now: float) -> None:
@@ -138,12 +148,16 @@ class SchedulerState:
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Ends a sequence, and with its last one the request."""
-        if sequence.status is Status.WAITING:
-            self.tenants[sequence.request.tenant].waiting -= 1
+        waited, sequence.status = sequence.status is Status.WAITING, Status.FINISHED
+        if waited:
+            tenant = self.tenants[sequence.request.tenant]
+            tenant.waiting -= 1
+            tenant.late -= sequence.is_late
             self.memory.wanted.release(sequence)
+            if not self.pending.leave(sequence):
+                self.waiting.note_finished(tenant)
         else:
             self.stop(sequence, now)
-        sequence.status = Status.FINISHED
         siblings = self.requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:

@@ -34,6 +34,7 @@ class TenantState:
     """Counts one tenant's sequences, and says what it may run.
 
     running: its running sequences. waiting: its waiting ones.
+    late:    those of these for which there was no row when their request began; `max_waiting` does not count them.
     fresh:   those that began to wait since the last step was planned.
     rows:    rows of the persistent batch that it uses, those kept for forks included.
     max_rows: the most rows that it may use; NO_QUOTA if only those of all limit it.
@@ -46,6 +47,7 @@ class TenantState:
     max_rows: int
     running: int = 0
     waiting: int = 0
+    late: int = 0
     fresh: int = 0
     rows: int = 0
     service: float = 0.0
@@ -55,12 +57,12 @@ class TenantState:
     prefix_hit_tokens: int = 0
 
     def must_wait(self, free_rows: int) -> int:
-        """Returns how many of those that wait cannot begin in the next step.
+        """Returns how many of those that wait cannot begin in the next step, the late ones left out.
 
         If the last step has left any of them waiting, all of them count. Else those count for which there is no row.
         """
-        own = min(free_rows, self.max_rows - self.rows)
-        return self.waiting if self.waiting > self.fresh else max(0, self.waiting - max(0, own))
+        own, waiting = min(free_rows, self.max_rows - self.rows), self.waiting - self.late
+        return waiting if self.waiting > self.fresh else max(0, waiting - max(0, own))
 
     def may_run(self, rows: int) -> bool:
         """Returns whether its own limit lets so many more sequences run."""
@@ -108,24 +110,26 @@ class Tenancy:
         except KeyError:
             raise UnknownTenantError.of(name, self._states) from None
 
-    def set(self, name: str, limits: TenantLimits, live: Live) -> None:
-        """Makes a tenant known, or changes its limits.
+    def set(self, changed: abc.Mapping[str, TenantLimits], live: Live) -> None:
+        """Makes tenants known, or changes their limits, all at once.
 
         Raises ConfigError, and changes nothing, if the pool cannot keep what is promised, or if one of the requests
         that were accepted could no longer run.
         """
         frames = self._memory.num_frames
-        refused = self.refusal(frames, live, {name: limits})
+        refused = self.refusal(frames, live, changed)
         if refused is not None:
-            raise ConfigError(f"tenant {name!r}: {refused.reason}", param="tenants")
-        self._memory.set_quotas({name: _quota(limits, frames)})
-        self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
-        state = self._states.get(name)
-        if state is None:
-            self._states[name] = TenantState(self._memory.tenants[name], limits, self._rows(limits))
-        else:
-            state.limits, state.max_rows = limits, self._rows(limits)
-            state.account.part_blocks = NO_QUOTA
+            whose = f"tenant {next(iter(changed))!r}" if len(changed) == 1 else "tenants"
+            raise ConfigError(f"{whose}: {refused.reason}", param="tenants")
+        self._memory.set_quotas({name: _quota(limits, frames) for name, limits in changed.items()})
+        for name, limits in changed.items():
+            account, state = self._memory.tenants[name], self._states.get(name)
+            account.set_idle_timeout(limits.idle_timeout_s)
+            if state is None:
+                self._states[name] = TenantState(account, limits, self._rows(limits))
+            else:
+                state.limits, state.max_rows = limits, self._rows(limits)
+                account.part_blocks = NO_QUOTA
 
     def note_parts(self, parts: abc.Mapping[str, int]) -> None:
         """Notes how many of the blocks that a fleet guarantees each tenant are its here, until that is said anew, or
@@ -314,9 +318,7 @@ class Tenancy:
 
     def _promised_beside(self, state: TenantState) -> int:
         """Returns how many blocks are out of a tenant's reach: what others are guaranteed, or have pinned."""
-        quotas = self._memory.tenants.quotas
-        del quotas[state.account.name]
-        return promised(quotas, {name: self._pins.held(name) for name in quotas})
+        return self._memory.tenants.promised - state.account.promised
 
     def _countable(self, state: TenantState) -> int:
         left = self._memory.num_frames - self._promised_beside(state)

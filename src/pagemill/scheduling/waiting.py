@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 import heapq
+from collections import Counter
 from collections.abc import Hashable
 from operator import attrgetter
 
@@ -17,7 +18,8 @@ by_service = attrgetter("service")
 
 
 class WaitingQueue:
-    """Holds a heap of sequences for each tenant; one that was finished while waiting is dropped when it comes up.
+    """Holds a heap of sequences for each tenant. Those that were finished while waiting are dropped when they come up,
+    or are more than half of a heap.
 
     The tenant goes first that has had the least service: tokens computed over its weight (the virtual token counter of
     Sheng et al., "Fairness in serving large language models", 2024). A tenant that begins to wait is lifted to the
@@ -29,7 +31,12 @@ class WaitingQueue:
     def __init__(self, most: int) -> None:
         self._most = most
         self._heaps: dict[TenantState, list[tuple[Precedence, Sequence]]] = {}
+        self._finished: Counter[TenantState] = Counter()
         self._level = 0.0
+
+    def __len__(self) -> int:
+        """Returns how many sequences it keeps, those among them that have finished."""
+        return sum(map(len, self._heaps.values()))
 
     def push(self, sequence: Sequence, tenant: TenantState) -> None:
         heap = self._heaps.setdefault(tenant, [])
@@ -70,12 +77,23 @@ class WaitingQueue:
         heap = self._heaps.get(tenant, [])
         while heap and heap[0][1].status is not Status.WAITING:
             heapq.heappop(heap)
+            self._finished[tenant] -= 1
         return heap[0][1] if heap else None
+
+    def note_finished(self, tenant: TenantState) -> None:
+        """Takes note that one of a tenant's sequences has finished that waits here. Amortized O(1)."""
+        self._finished[tenant] += 1
+        heap = self._heaps[tenant]
+        if 2 * self._finished[tenant] > len(heap):
+            heap[:] = [entry for entry in heap if entry[1].status is Status.WAITING]
+            heapq.heapify(heap)
+            self._finished[tenant] = 0
 
     def pop(self, tenant: TenantState) -> None:
         """Takes out a tenant's first sequence."""
         heapq.heappop(self._heaps[tenant])
         self._level = tenant.service
+        self.first(tenant)  # so that nobody counts as waiting whose other sequences have finished
 
 
 class PendingPrefixes:
@@ -88,20 +106,41 @@ class PendingPrefixes:
         self._owner: dict[bytes, Hashable] = {}
         self._claims: dict[Hashable, list[tuple[int, bytes]]] = {}
         """Blocks that an owner has still to bring, (index in its chain, digest); the next one last."""
-        self._waiters: dict[bytes, list[Sequence]] = {}
-        """By digest, the sequences that wait for the block."""
+        self._waiters: dict[bytes, dict[Sequence, None]] = {}
+        """By digest, the sequences that wait for the block, in the order in which they came."""
+        self._awaited: dict[Sequence, bytes] = {}
+
+    def __len__(self) -> int:
+        """Returns how many blocks are coming, and sequences wait for them."""
+        return len(self._owner) + len(self._awaited)
 
     def owned(self, digest: bytes) -> bool:
         return digest in self._owner
 
-    def wait(self, digest: bytes, sequence: Sequence) -> bool:
-        """Holds a sequence back until this block has come, or its owner has given it up.
+    def wait(self, digests: abc.Sequence[bytes], first: int, sequence: Sequence) -> bool:
+        """Holds a sequence back until the block of index `first` in its chain has come, and those behind it that the
+        same owner brings; or until that has given them up.
 
-        Returns False, and does nothing, if nobody owns the block.
+        Returns False, and does nothing, if nobody owns the first.
         """
-        if digest not in self._owner:
+        owner = self._owner.get(digests[first])
+        if owner is None:
             return False
-        self._waiters.setdefault(digest, []).append(sequence)
+        behind = range(first + 1, len(digests))
+        last = next((at for at in behind if self._owner.get(digests[at]) != owner), len(digests)) - 1
+        self._waiters.setdefault(digests[last], {})[sequence] = None
+        self._awaited[sequence] = digests[last]
+        return True
+
+    def leave(self, sequence: Sequence) -> bool:
+        """Lets a sequence wait no longer. Returns False if it waits for nothing."""
+        digest = self._awaited.pop(sequence, None)
+        if digest is None:
+            return False
+        waiters = self._waiters[digest]
+        del waiters[sequence]
+        if not waiters:
+            del self._waiters[digest]
         return True
 
     def add(self, owner: Hashable, digests: abc.Sequence[bytes], first: int) -> None:
@@ -139,4 +178,7 @@ class PendingPrefixes:
 
     def _resolve(self, digest: bytes) -> list[Sequence]:
         del self._owner[digest]
-        return self._waiters.pop(digest, [])
+        released = list(self._waiters.pop(digest, ()))
+        for sequence in released:
+            del self._awaited[sequence]
+        return released

@@ -156,7 +156,9 @@ class SimulatedEngine:
         started = []
         for new in plan.new_rows:
             sequence = rows.get(new.row)  # none: the row is kept for a sequence that is to fork off
-            if sequence is not None and (sequence.group is None or sequence.group.beams == [sequence]):
+            if sequence is None or (sequence.index and sequence.residency is None):
+                continue  # its request had begun without it
+            if sequence.group is None or sequence.group.beams == [sequence]:
                 started.append(sequence.request.seed)
         work = work_of(plan, self._groups)
         if coasting is not None:
