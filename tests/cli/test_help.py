@@ -80,7 +80,10 @@ def test_every_listing_is_also_json():
         (["doctor", "--jsn"], "there is no flag --jsn; did you mean --json? see pagemill doctor --help"),
         (["top", "http://h:1"], "for 'http://h:1'; did you mean --url http://h:1? see pagemill top --help"),
         (["ls", "a", "b"], "there is no place for 'a'; see pagemill ls --help"),
-        (["bench", "m", "--max-logprobs", "5"], "20 log probabilities at most; leave it out; see pagemill bench"),
+        (
+            ["bench", "m", "--max-logprobs", "5"],
+            "each token has 20 log probabilities at most; leave it out; see pagemill bench --help",
+        ),
         (["sessions", "ls", "--api-key", "x"], "there is no flag --api-key; see pagemill sessions ls --help"),
         (
             ["cache", "prune", "x"],

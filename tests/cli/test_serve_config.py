@@ -146,6 +146,7 @@ def test_the_variable_of_a_key_comes_before_the_file(tmp_path, monkeypatch):
         ("a: {", "line 1: expected the node content, but found"),
         ("port: 1\na: b: c", "line 2: mapping values are not allowed here; correct it"),
         ("hf-overrides: &a {b: *a}", "cannot be read"),
+        ("seed: {a: 1}", "line 1: seed is a mapping; it must be a single value"),
         ("model: m\nmax-num-seqs: 0", "max_num_seqs is 0; it must be an integer of at least 1"),
         ("model: m\nkv-memory: lots", "kv_memory is 'lots'; it must be bytes"),
         ("model: m\nkv-host-memory: -1GiB", "kv_host_memory is '-1GiB'; it must be bytes"),

@@ -155,7 +155,7 @@ def test_ends_of_sequence_follow_a_complete_answer_that_ignores_them(engine, tok
     asked = request("a", tokenizer.encode("Say"), structured({"choice": ["yes"]}, ignore_eos=True, max_tokens=4))
     run = drive(engine, [asked])
     assert text_of(tokenizer, run.tokens["a", 0]) == "yes"
-    assert run.tokens["a", 0][-1] == tokenizer.eos_token_id
+    assert run.tokens["a", 0][-1] in engine.ready.eos_token_ids
     assert run.last["a", 0].finish_reason == "length"
 
 

@@ -20,6 +20,7 @@ from pagemill.sampling.grammar import GrammarChecker, lark_of
 from pagemill.sampling.grammar_cache import Grammars
 from pagemill.sampling.grammar_rows import GrammarRows
 from pagemill.sampling.params import MAX_LOGPROBS
+from pagemill.sampling.roomy_threads import RoomyThread
 from pagemill.sampling.sampler import Sampler
 from pagemill.sampling.structured import MAX_CHARACTERS, MAX_CHOICES
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
@@ -388,6 +389,19 @@ def test_one_thread_compiles_what_somebody_still_waits_for(tokenizer, compiling)
     del grammars, held
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_could_not_start_is_started_by_the_next(monkeypatch):
+    thread, start = RoomyThread(), threading.Thread.start
+
+    def fail(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start"):
+        thread.submit(lambda: 1)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert thread.submit(lambda: 2).result(10) == 2
 
 
 def test_verdicts_are_kept_apart_by_namespace(checker, monkeypatch):

@@ -19,6 +19,7 @@ from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling.beam import BeamSearch, Hypothesis, row_params
+from pagemill.scheduling.forecast import TenantLengths
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Pinning, Request
 from pagemill.scheduling.step_plan import StepResult
@@ -184,7 +185,7 @@ class OffloadStore:
 class Bench:
     """A scheduler, its memory and a device, with up to `depth` steps planned ahead of the commit.
 
-    settles: commits all steps in flight where the scheduler does not plan ahead.
+    settles: commits all steps in flight where the scheduler does not plan ahead. foresees: admits what will fit later.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class Bench:
         payback_steps=None,
         drafter=None,
         settles=False,
+        foresees=False,
     ):
         self.tier = None if tier is None else OffloadStore(tier)
         order = POLICIES[policy](0.1)
@@ -225,6 +227,8 @@ class Bench:
             compacts=payback_steps is not None,
             drafter=drafter,
         )
+        if foresees:
+            self.scheduler.state.lengths = TenantLengths()
         self.device = SimulatedDevice(block_size, list(windows))
         self.depth = depth
         self.settles = settles
@@ -351,6 +355,6 @@ class Bench:
         assert stats.frames_free + stats.frames_cached == stats.frames
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for load in self.scheduler.tenants:
-            assert load.running == load.waiting == load.rows == load.account.active == 0
+            assert load.running == load.waiting == load.late == load.rows == load.account.active == 0
         assert sorted(self.scheduler.state.batch.free_rows) == list(range(self.scheduler.state.max_num_seqs))
         assert len(self.scheduler.state.waiting) == len(self.scheduler.state.pending) == 0

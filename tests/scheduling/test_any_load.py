@@ -93,6 +93,7 @@ scripts = st.lists(
     leaves=st.sampled_from([0.0, 0.5, 1.0]),
     branches=st.sampled_from([0, 1, 3]),
     settles=st.booleans(),
+    foresees=st.booleans(),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
     loads,
@@ -104,6 +105,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     caching,
     depth,
     settles,
+    foresees,
     tier,
     limits,
     policy,
@@ -126,6 +128,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         caching=caching,
         depth=depth,
         settles=settles,
+        foresees=foresees,
         tier=tier,
         policy=policy,
         lower=lower,

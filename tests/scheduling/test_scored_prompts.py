@@ -57,3 +57,21 @@ def test_what_is_told_of_several_steps_at_once_has_the_prompts_with_the_first_to
         updates += bench.scheduler.commit(result, 0.0)
     told = outputs_of(updates, bench.memory)
     assert [output.prompt_logprobs for output in told] == [[None, *of_prompt], None]
+
+
+def test_of_several_sequences_the_first_alone_scores_the_prompt(monkeypatch):
+    bench, counted = Bench(frames=200, block_size=4, max_num_seqs=4, budget=64), []
+    for name in "ab":
+        bench.scheduler.add(make_request(name, [1], 8, ignore_eos=True))
+    bench.step()
+    request, run = scored("r", 20, n=4), bench.device.run
+
+    def count(plan, *args):
+        counted.extend(plan.query_lens[plan.prompt_logprobs].tolist())
+        return run(plan, *args)
+
+    monkeypatch.setattr(bench.device, "run", count)
+    bench.scheduler.add(request)
+    bench.run()
+    assert sum(counted) == 20
+    assert all(bench.outputs["r", index] == expected(request, index) for index in range(4))

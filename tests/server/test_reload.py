@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ class Reloaded:
 
     def __init__(self, path, **tenants):
         self.path, self.said, self.limits, self.share, self.restarting = path, [], {}, 100, False
+        self.num_asked = 0
         self.write(**tenants)
         file = read_tenants_file(path)
         self.limits.update(file.limits)
@@ -38,6 +40,7 @@ class Reloaded:
         self.path.write_text(json.dumps({"tenants": {name: NO_LIMITS | own for name, own in tenants.items()}}))
 
     async def set_tenant(self, name, limits):
+        self.num_asked += 1
         if self.restarting:
             raise EngineRestartingError("the engine process was killed")
         promised = {**self.limits, name: limits}
@@ -100,6 +103,34 @@ def test_what_the_engine_refuses_is_tried_again_with_each_look_and_said_once(tmp
     assert reloaded.said[2] == told
     asyncio.run(reloaded.reload.look())
     assert len(reloaded.said) == 3
+
+
+def test_limits_that_are_set_by_hand_stay_until_the_file_changes(tmp_path):
+    reloaded = Reloaded(tmp_path / "t.json", a={"guaranteed_blocks": "50%"}, b={"guaranteed_blocks": "40%"})
+    reloaded.write(a={"guaranteed_blocks": "50%"}, b={"guaranteed_blocks": "60%"})
+    asyncio.run(reloaded.reload.look())
+    by_hand = reloaded.limits["b"] = TenantLimits(max_running=1)
+    reloaded.reload.note_set("b")
+    reloaded.share = 200  # the file's would be taken now
+    asyncio.run(reloaded.reload.look())
+    assert reloaded.limits["b"] == by_hand
+    reloaded.write(a={"guaranteed_blocks": "50%"}, b={"guaranteed_blocks": "70%"})
+    asyncio.run(reloaded.reload.look())
+    assert reloaded.limits["b"].guaranteed_blocks == "70%"
+
+
+def test_what_stays_refused_is_tried_ever_less_often(tmp_path, monkeypatch):
+    reloaded, now, tries = Reloaded(tmp_path / "t.json", a={"guaranteed_blocks": "50%"}), [0.0], []
+    monkeypatch.setattr(reloading, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    reloaded.write(a={"guaranteed_blocks": "50%"}, b={"guaranteed_blocks": "60%"})
+    for _ in range(100):
+        before = reloaded.num_asked
+        asyncio.run(reloaded.reload.look())
+        if reloaded.num_asked > before:
+            tries.append(now[0])
+        now[0] += reloading.LOOK_S
+    assert tries[:6] == [0, 2, 4, 8, 16, 32]
+    assert max(after - before for before, after in itertools.pairwise(tries)) == reloading.LONGEST_WAIT_S
 
 
 def test_a_change_during_a_restart_is_taken_by_the_next_engine(tmp_path, caplog):

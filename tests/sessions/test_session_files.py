@@ -48,6 +48,29 @@ def test_a_file_of_version_1_is_the_default_tenants(tmp_path):
     assert store_of(path).get("a", MINE).token_ids == [5, 6]
 
 
+def test_a_broken_conversation_of_version_2_leaves_the_others(tmp_path):
+    path = tmp_path / "old.sqlite"
+    old = sqlite3.connect(path)
+    old.execute(
+        "CREATE TABLE sessions (tenant TEXT, cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, "
+        "tokenizer TEXT NOT NULL, token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, "
+        "created_s REAL NOT NULL, used_s REAL NOT NULL, PRIMARY KEY (tenant, cache_salt, name)) WITHOUT ROWID"
+    )
+    for name, messages in (("a", "[{"), ("b", '[{"role": "user", "content": "x"}]')):
+        values = ("default", "", name, "s", "m", "t", b"\x05\0\0\0", messages, 3, 1.0, 2.0)
+        old.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+    old.execute("PRAGMA user_version = 2")
+    old.commit()
+    old.close()
+    store = store_of(path)
+    assert {info.name: (info.damaged, info.num_messages) for info in store.list(HERE)} == {
+        "a": (True, None),
+        "b": (False, 1),
+    }
+    assert store.get("b", HERE).token_ids == [5]
+    store.delete("a", HERE)
+
+
 def test_a_file_of_something_else_is_said_so(tmp_path):
     (tmp_path / "text").write_text("nothing of the kind" * 100)
     with pytest.raises(errors.SessionStoreError, match="cannot be used: file is not a database; mend that"):

@@ -89,6 +89,7 @@ def test_an_added_token_is_found_in_texts_as_the_files_normalizer_leaves_them(tm
         ("LlamaTokenizer", {"add_bos_token": False}, True, False),
         ("PreTrainedTokenizerFast", {"add_bos_token": False}, True, True),
         ("Qwen2Tokenizer", {"add_bos_token": True}, False, False),
+        ("GPTNeoXTokenizer", {}, True, True),
     ],
 )
 def test_who_says_that_a_text_begins_with_bos(tmp_path, name, flags, stored, expected):

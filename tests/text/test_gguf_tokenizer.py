@@ -141,6 +141,19 @@ def test_token_types_decide_which_tokens_are_special(tmp_path):
     assert tokenizer.decode(tokenizer.encode("<|im_start|>a<tool>"), skip_special_tokens=True) == "a<tool>"
 
 
+@pytest.mark.parametrize(("kind", "role"), [(NORMAL, None), (USER_DEFINED, None), (NORMAL, "eos"), (CONTROL, None)])
+def test_the_end_of_sentencepiece_is_plain_text_where_the_file_says_so(tmp_path, kind, role):
+    """Vocabularies with tags of HTML have one of these letters."""
+    keys = {} if role is None else {f"{role}_token_id": len(BYTE_LEVEL)}
+    tokens, types = [*BYTE_LEVEL, "</s>"], {"</s>": kind}
+    path = write(tmp_path / "m.gguf", "gpt2", tokens, types=types, merges=[], pre="qwen2", **keys)
+    tokenizer = Tokenizer.from_path(path)
+    is_special = kind == CONTROL or role is not None
+    assert ("</s>" in tokenizer.special_tokens) == is_special
+    assert (len(pieces(path, "</s>")) == 1) == (is_special or kind == USER_DEFINED)
+    assert (tokenizer.decode(tokenizer.encode("1</s>2"), skip_special_tokens=True) == "1</s>2") != is_special
+
+
 def test_texts_begin_with_bos_where_llama_cpp_has_it_so(tmp_path):
     ids = {"bos_token_id": BYTE_LEVEL.index("<|im_start|>"), "eos_token_id": BYTE_LEVEL.index("<|im_end|>")}
     for number, (pre, keys, expected) in enumerate(

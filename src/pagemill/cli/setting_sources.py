@@ -21,7 +21,7 @@ the command's name is in it: a Service is likely to be called pagemill."""
 KEYS = {name.replace("_", "-"): variable for name, variable in KEY_VARIABLES.items()}
 """Variables of keys, which every command has under these names."""
 OF_THE_FILE_ITSELF = ("config", "show-config", "help")
-JSON_OBJECTS = ("hf-overrides", "speculative-config")
+JSON_OBJECTS = ("default-chat-template-kwargs", "hf-overrides", "speculative-config")
 """Settings whose value is a JSON object, or a mapping in the file."""
 PATHS_BY_NAME = ("lora-modules",)
 """Settings that may be given several times, as NAME=PATH, or as a mapping in the file."""

@@ -97,7 +97,7 @@ class EngineCore:
         """True while the pool is as small as "used" has made it."""
         self.ready = self._describe()
         self._random = random.Random(config.seed)
-        self._preparing = Preparing(self.executor, self.root, self._schedule)
+        self._preparing = Preparing(self.executor, self._root_of, self._schedule)
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
         self._publisher = Publisher(self.memory, self.tiers, config.max_num_batched_tokens) if publishes else None
@@ -123,7 +123,7 @@ class EngineCore:
 
     def _schedule(self, request: EngineRequest, prepared: Prepared) -> None:
         """Hands a request to the scheduler, which holds what is prepared for it. Raises as `add_request` does."""
-        root = self.root(request, self._adapters.digest(request.adapter))
+        root = self._root_of(request)
         asked = intake.scheduled(request, self.ready, seed=request.seed or 0, root=root, prepared=prepared)
         try:
             self.scheduler.add(asked, request.fork_of)
@@ -481,6 +481,9 @@ class EngineCore:
         """Returns the digest in which the chain of a request's blocks begins. adapter: its adapter's digest, if any."""
         facts, space = self.executor.facts, Namespace(request.tenant or DEFAULT_TENANT, request.cache_salt)
         return namespace_root(space, facts.fingerprint, facts.kv_format, facts.numerics, adapter)
+
+    def _root_of(self, request: EngineRequest) -> bytes:
+        return self.root(request, self._adapters.digest(request.adapter))
 
     def _end_lost(self, frames: set[int], now: float) -> list[SequenceUpdate]:
         return faults.end_lost(self.executor, self.scheduler, frames, now)

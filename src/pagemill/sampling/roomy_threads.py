@@ -38,8 +38,9 @@ class RoomyThread:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function when its turn comes, unless nobody holds what this returns by then."""
         if not self._started:
-            self._started, queue = True, self._queue
+            queue = self._queue
             _start(lambda: _work_off(queue))
+            self._started = True
             weakref.finalize(self, queue.put, None)
         future: Future[T] = Future()
         self._queue.put((weakref.ref(future), function))

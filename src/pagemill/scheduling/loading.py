@@ -98,7 +98,7 @@ class Loading:
         if self._missed and (missed := next((digest for digest in digests[found:] if digest in self._missed), None)):
             del self._missed[missed]
             digests = digests[: digests.index(missed)]
-        reach = self._stored(digests, found, sequence.was_preempted)
+        reach = self._stored(digests, found, sequence.has_run)
         if reach == found:
             return None
         digests = digests[:reach]
@@ -111,7 +111,7 @@ class Loading:
         load = Load(next(self._ids), [(digests[entry], group) for entry, group in opened.missing], frames)
         self._begun.append(load)
         tokens = sequence.tokens[: reach * size]
-        self._loads[load.id] = ActiveLoad(opened, tokens, digests, found, sequence.was_preempted)
+        self._loads[load.id] = ActiveLoad(opened, tokens, digests, found, sequence.has_run)
         return Begun(load.id, digests)
 
     def arriving(self) -> list[int]:

@@ -191,6 +191,16 @@ class Sequence:
         return self.status is Status.WAITING and self.scheduled_s is not None
 
     @property
+    def has_run(self) -> bool:
+        """Returns whether it has run itself, and was preempted."""
+        return self.residency is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Returns whether it gives its prompt's log probabilities; the first sequence of a request does so for all."""
+        return self.request.params.prompt_logprobs is not None and self.index == 0
+
+    @property
     def num_rows(self) -> int:
         """Returns how many rows it needs to begin: a search those of all beams."""
         return 1 if self.group is None else self.group.width

@@ -88,6 +88,7 @@ def create_app(
     install_error_handlers(app, turnover.wait_s)
     app.router.route_class = BodyRoute
     app.state.body_reader = BodyReader(lambda: llm.facts)
+    app.state.tenants_reload = None
     served = ServedModels(llm, served_model_name, adapters)
 
     @app.post("/v1/completions", response_model=Completion)

@@ -30,7 +30,7 @@ def stand_behind_proxies(
     tenants: the file that `keys` came from, None for none. say: is called with what came of reading it again.
     """
     metrics, requests = app.state.metrics, set[int]()
-    reload = None if tenants is None else TenantsReload(tenants, keys, llm, say)
+    app.state.tenants_reload = reload = None if tenants is None else TenantsReload(tenants, keys, llm, say)
     build = app.build_middleware_stack
 
     def ended(request: EndedRequest) -> None:

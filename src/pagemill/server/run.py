@@ -103,6 +103,7 @@ async def run_server(
         if stop is not None:
             tasks.add(asyncio.create_task(server.stop_after(stop)))
         reload = None if tenants is None else TenantsReload(tenants, keys, llm, say)
+        app.state.tenants_reload = reload
         if reload is not None:
             tasks.add(asyncio.create_task(reload.watch()))
         obey_signals(llm, reload, certificate, say, tasks)

@@ -73,5 +73,9 @@ def _take_over(db: sqlite3.Connection, row: tuple[Any, ...], checksum: bytes | N
     if checksum is not None and checksum != checksum_of(row):
         _insert(db, row, None, checksum, b"")
         return
-    said = json.loads(row[7] or "null")
+    try:
+        said = json.loads(row[7] or "null")
+    except ValueError:  # the first two versions had no checksum
+        _insert(db, row, None, checksum or b"", b"")
+        return
     insert(db, row, None if said is None else len(said["messages"] if isinstance(said, dict) else said))

@@ -26,7 +26,7 @@ from pagemill.hub.registry import cache_dir
 if TYPE_CHECKING:
     from pagemill.text.gguf_tokenizer import GGUFTokenizer
 
-_FORM = 3
+_FORM = 4
 """Raise it when what is kept, or how it is made, changes."""
 _LARGEST_ID = 2**24
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -42,7 +42,7 @@ class TokenizerSettings(msgspec.Struct, kw_only=True):
     """Holds what a tokenizer is, apart from its tokenizer.json."""
 
     fingerprint: str
-    """SHA-256 of the whole tokenizer, hexadecimal: with equal ones, equal token ids mean equal texts."""
+    """SHA-256 of the vocabulary and the decoder, hexadecimal: with equal ones, equal token ids mean equal texts."""
     special_tokens: dict[str, str]
     """Special tokens by role, such as `eos_token`, as chat templates see them."""
     bos_token_id: int | None = None
@@ -74,8 +74,9 @@ def load_with_transformers(path: Path) -> Any:
 
     made = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if (file := path / "tokenizer.json").is_file():
-        _restore(made.backend_tokenizer, tokenizers.Tokenizer.from_file(os.fspath(file)))
-        _enclose(made, path / "tokenizer_config.json")
+        stored = tokenizers.Tokenizer.from_file(os.fspath(file))
+        _restore(made.backend_tokenizer, stored)
+        _enclose(made, stored, path / "tokenizer_config.json")
     return made
 
 
@@ -83,7 +84,7 @@ def _restore(backend: tokenizers.Tokenizer, stored: tokenizers.Tokenizer) -> Non
     """Gives a tokenizer back what its tokenizer.json says about cutting texts and putting them together.
 
     transformers takes only the vocabulary and the merges from there if the model has a class of its own, and what that
-    class has for the rest. What it takes from configurations stays: added tokens, and which tokens stand around a text.
+    class has for the rest. The tokens that it adds by configurations stay.
     """
     backend.model = stored.model
     backend.normalizer, backend.pre_tokenizer = stored.normalizer, stored.pre_tokenizer
@@ -92,15 +93,18 @@ def _restore(backend: tokenizers.Tokenizer, stored: tokenizers.Tokenizer) -> Non
     backend.add_tokens(list(backend.get_added_tokens_decoder().values()))
 
 
-def _enclose(made: Any, file: Path) -> None:
-    """Sets which tokens stand around a text, if the configuration says so for a class that heeds it.
+def _enclose(made: Any, stored: tokenizers.Tokenizer, file: Path) -> None:
+    """Sets which tokens stand around a text: as the configuration says for a class that heeds it, else as stored.
 
     transformers 5 ignores `add_bos_token` and `add_eos_token` beside a tokenizer.json. Versions before heeded them in
     these classes, and DeepSeek's models depend on it: their tokenizer.json puts nothing around a text.
     """
     config = msgspec.json.decode(file.read_bytes()) if file.is_file() else {}
     flags = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
-    if str(config.get("tokenizer_class")).removesuffix("Fast") not in _ENCLOSING or flags == [None, None]:
+    if str(config.get("tokenizer_class")).removesuffix("Fast") not in _ENCLOSING:
+        made.backend_tokenizer.post_processor = stored.post_processor
+        return
+    if flags == [None, None]:
         return
     made.add_eos_token = bool(flags[1])
     made.add_bos_token = flags[0] is None or bool(flags[0])
@@ -193,7 +197,10 @@ def _of_folder(path: Path) -> tuple[str, TokenizerSettings]:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Returns a digest of what token ids mean, which ways to cut a text do not change."""
+    whole = msgspec.json.decode(text)
+    meaning = [whole["model"].get("vocab"), whole["added_tokens"], whole["decoder"]]
+    return hashlib.sha256(msgspec.json.encode(meaning)).hexdigest()
 
 
 def _check_ids(folder: Path) -> None:

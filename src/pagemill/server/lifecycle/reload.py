@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from pagemill.tenant_limits import TenantLimits, TenantsFile, read_tenants_file
 
 LOOK_S = 2.0
 """Seconds between two looks at the file."""
+LONGEST_WAIT_S = 60.0
+"""The longest time between two tries of limits that the engine refuses."""
 MAX_SHOWN = 10
 """Names of tenants that a message shows."""
 
@@ -23,8 +26,8 @@ class TenantsReload:
     """Keeps keys and limits as the file has them.
 
     A file that cannot be used changes nothing. A tenant that is no longer there has no key and no guarantee any more;
-    its sessions, pins and blocks stay. Limits that the engine refuses leave that tenant's as they were; they are tried
-    again with each look, and so are those that met no engine because another is being started.
+    its sessions, pins and blocks stay. Limits that the engine refuses leave that tenant's as they were. They are tried
+    again, ever less often, and those that met no engine because another is being started with each look.
     """
 
     def __init__(self, file: TenantsFile, keys: ApiKeys, llm: AsyncLLM, say: Callable[[str], None]) -> None:
@@ -37,6 +40,7 @@ class TenantsReload:
         self._reading = asyncio.Lock()
         self._taken = dict(file.limits)
         """Limits that the engine took from the file."""
+        self._wait_s = self._next_try_s = 0.0
         self._refused: set[str] = set()
         """Tenants of which it has been said that the engine refuses their limits."""
 
@@ -52,8 +56,11 @@ class TenantsReload:
             await self.reload()
             return
         async with self._reading:
-            if self._left():
+            if time.monotonic() >= self._next_try_s and self._left():
                 taken, left = await self._set()
+                refused = not taken and left <= self._refused
+                self._wait_s = min(max(2 * self._wait_s, LOOK_S), LONGEST_WAIT_S) if refused else 0.0
+                self._next_try_s = time.monotonic() + self._wait_s
                 if taken:
                     path = str(self._file.path)
                     self._say(f"more limits of the tenants file {path!r} are set; {self._told(taken, left)}")
@@ -72,12 +79,20 @@ class TenantsReload:
             self._keys.revoke(file)  # at once: setting limits waits for the engine
             self._file = file
             self._refused.clear()
+            self._wait_s = self._next_try_s = 0.0
             taken, left = await self._set()
             self._keys.take(file)
             self._say(
                 f"the tenants file {str(path)!r} was read again; tenants: {len(file.limits)}, keys: {len(file.keys)}, "
                 f"admin keys: {len(file.admin_keys)}, {self._told(taken, left)}"
             )
+
+    def note_set(self, name: str) -> None:
+        """Notes that somebody has set a tenant's limits, which stay until its entry in the file changes."""
+        if name in self._file.limits:
+            self._taken[name] = self._file.limits[name]
+        else:
+            self._taken.pop(name, None)
 
     def _left(self) -> dict[str, TenantLimits]:
         """Returns the limits that the engine has not taken yet; those of a tenant that is gone are none."""

@@ -27,6 +27,7 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "request_id": (),
     "service_tier": ("auto", "default", "flex", "priority", "scale"),
+    "return_token_ids": (False,),
 }
 """Fields that this server does not serve: only these values (and null), which ask for nothing, are accepted."""
 

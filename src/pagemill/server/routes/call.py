@@ -46,6 +46,8 @@ T = TypeVar("T")
 MOST_HERE = 200
 """Choices, and positions with log probabilities, that are written in the event loop; more take long enough to hold up
 running streams, and are written in a thread."""
+IDS_LIKE_ONE = 500
+"""Token ids that are written in the time in which one choice is."""
 STREAMS_AT_ONCE = 64
 """Streams of a call that are begun, or ended, before others may use the event loop."""
 
@@ -102,6 +104,8 @@ class Call(ABC, Generic[R]):
         """The text that a fork begins with."""
         self._around_text: dict[int, tuple[str, str]] = {}
         """Strings before and behind the text of an event that brings nothing else, by choice."""
+        self._counted = Usage()
+        """What has come so far, where every event says it; drafts are counted at the end."""
 
     async def answer(self) -> Response:
         """Returns the whole answer."""
@@ -123,7 +127,7 @@ class Call(ABC, Generic[R]):
         finally:
             await self._close()
         size = sum(len(stream.request.sequences) + stream.request.num_logprobs for stream in self._streams)
-        size += self._reading_size()
+        size += self._reading_size() + sum(map(self._prompt_size, self._streams))
         return JSONInParts([await _off_loop(size, self._whole)])
 
     def _whole(self) -> bytes:
@@ -154,7 +158,7 @@ class Call(ABC, Generic[R]):
                         begun = True
                         yield ""  # for `events`
                     size = sum(1 + len(new.logprobs or ()) for new in output.outputs)
-                    size += len(output.prompt_logprobs or ())
+                    size += len(output.prompt_logprobs or ()) + self._prompt_size(self._streams[position])
                     if parts := await _off_loop(size, self._parts, position, output):
                         yield parts
             for part in self._last_parts():
@@ -180,11 +184,13 @@ class Call(ABC, Generic[R]):
         """Writes what comes as soon as it is there, where that takes little; `events` has the rest."""
         if len(self._streams) == 1:
             request = self._streams[0].request
-            if len(request.sequences) <= MOST_HERE and not request.num_logprobs:
+            if len(request.sequences) <= MOST_HERE and not request.num_logprobs and not self.request.return_token_ids:
                 self._streams[0].hand_to(_EventWriter(writer, partial(self._parts, 0)))
 
     def _parts(self, position: int, output: RequestOutput) -> str:
         """Returns the events that say what is new of the prompt at `position`, for one write."""
+        if self.request.continuous_usage:
+            self._count(output)
         return "".join([event for new in output.outputs for event in self._chunks(position, new)])
 
     def _chunk(self, choice: BaseModel, **beside: Any) -> str:
@@ -211,8 +217,23 @@ class Call(ABC, Generic[R]):
         """Returns the frame of every event but a few; written anew, it would cost as much as the choice."""
         return self._frame()
 
+    def _count(self, output: RequestOutput) -> None:
+        """Adds what is new to the usage so far."""
+        usage = self._counted
+        if not usage.prompt_tokens:
+            usage.prompt_tokens = sum(len(stream.prompt_token_ids) for stream in self._streams)
+            usage.prompt_tokens_details = PromptTokensDetails()
+        if len(self._streams) == 1:
+            usage.prompt_tokens_details.cached_tokens = output.num_cached_tokens
+        usage.completion_tokens += sum(len(new.token_ids) for new in output.outputs)
+        usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
+
+    def _prompt_size(self, stream: RequestStream) -> int:
+        """Returns how many choices could be written in the time that it takes to write a prompt's token ids."""
+        return len(stream.prompt_token_ids) // IDS_LIKE_ONE if self.request.return_token_ids else 0
+
     def _frame(self, **beside: Any) -> tuple[str, str]:
-        usage = self._usage_of(self._results()) if self.request.continuous_usage else None
+        usage = self._counted if self.request.continuous_usage else None
         before, _, after = event(self.CHUNK(**self._head, choices=[], usage=usage, **beside)).partition('"choices":[]')
         return f'{before}"choices":[', f"]{after}"
 

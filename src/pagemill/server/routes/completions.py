@@ -83,7 +83,7 @@ class CompletionCall(Call[CompletionRequest]):
         if index not in self._offsets:
             self._offsets[index] = len(self._forked)
             text = self._forked + text
-            if self.request.return_token_ids:
+            if self.request.return_token_ids and output.index == 0:
                 prompt_token_ids = self._streams[position].prompt_token_ids
             if self.request.echo:
                 echo = self._echo(position)

@@ -60,6 +60,8 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
         """Makes a tenant known, or gives it other limits; those that are left out are the defaults."""
         with asked_by_client():
             await llm.set_tenant(name, TenantLimits.read(name, limits, keys.tenant_defaults(name)))
+        if (reload := request.app.state.tenants_reload) is not None:
+            reload.note_set(name)
         audit(request, "tenant set", tenant=name, limits=limits)
         shown: dict[str, Any] = msgspec.to_builtins((await llm.stats()).tenants[name])
         return shown
