@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from lora_adapters import PREFIX, save_adapter, shapes_of
 from pagemill import LLM, LoRARequest, SamplingParams, errors
+from pagemill.sampling import grammar_cache
 
 PROMPT = "The tide comes in and goes out twice a day because the moon"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -38,6 +39,16 @@ def llm(adapters):
 
 def tokens(outputs):
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_grammar_is_compiled_once_for_an_adapter(llm, adapters, monkeypatch):
+    compiled, compile_grammar = [], grammar_cache.compile_grammar
+    monkeypatch.setattr(grammar_cache, "compile_grammar", lambda *how: compiled.append(how) or compile_grammar(*how))
+    params = SamplingParams(max_tokens=8, structured_outputs={"choice": ["one of an adapter's"]})
+    for lora_request in (adapters[0], adapters[0], None):
+        (output,) = llm.generate("Say", params, use_tqdm=False, lora_request=lora_request)
+        assert output.outputs[0].text in "one of an adapter's"
+    assert len(compiled) == 2, "the model itself has one of its own"
 
 
 def test_log_probabilities_are_those_of_merged_weights(llm, adapters, reference):
