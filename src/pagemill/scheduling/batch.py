@@ -129,7 +129,7 @@ class Batch:
                 self._memory.place(sequence.table, row)
                 new_rows.append(_new_row(sequence, sequence.index, row))
             if known == sequence.prompt_len:
-                if sequence.scores_prompt:
+                if sequence.request.params.prompt_logprobs is not None:
                     prompt_logprobs.append(position)
                 if end == known and sequence.forks_after_prompt:
                     forks = True

@@ -196,14 +196,12 @@ class Sequence:
         return self.residency is not None
 
     @property
-    def scores_prompt(self) -> bool:
-        """Returns whether it gives its prompt's log probabilities; the first sequence of a request does so for all."""
-        return self.request.params.prompt_logprobs is not None and self.index == 0
-
-    @property
     def num_rows(self) -> int:
-        """Returns how many rows it needs to begin: a search those of all beams."""
-        return 1 if self.group is None else self.group.width
+        """Returns how many rows it needs to begin: a search those of all beams, a prompt that is scored those of all
+        sequences that fork off it, which would score it again."""
+        if self.group is not None:
+            return self.group.width
+        return 1 + self.forks if self.forks_after_prompt and self.request.params.prompt_logprobs is not None else 1
 
     @property
     def most_rows(self) -> int:

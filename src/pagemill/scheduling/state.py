@@ -208,7 +208,7 @@ class StepDraft:
     def most(self, sequence: Sequence) -> int:
         """Returns how many tokens of a sequence may still run."""
         request, most = sequence.request, self.budget
-        if sequence.scores_prompt:
+        if request.params.prompt_logprobs is not None:
             most = min(most, self.scored)
         return min(most, self.paced[request.tenant]) if request.tenant in self.paced else most
 
@@ -217,7 +217,7 @@ class StepDraft:
         self.planned[sequence] = count
         self.budget -= count
         request = sequence.request
-        if sequence.scores_prompt:
+        if request.params.prompt_logprobs is not None:
             self.scored = max(0, self.scored - count)
         if request.tenant in self.paced:
             self.paced[request.tenant] = max(0, self.paced[request.tenant] - count)
