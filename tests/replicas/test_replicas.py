@@ -16,6 +16,7 @@ import httpx
 import pytest
 from fleet import Fleet, run_streams
 from ray_processes import MODEL, START_S, described, processes
+from waiting import wait_until
 
 pytest.importorskip("ray", reason="pagemill[ray] is not installed")
 
@@ -32,6 +33,7 @@ def fleet():
 def test_streams_go_on_where_replicas_engines_and_the_whole_cluster_are_killed(fleet):
     expected, _ = run_streams(fleet)
     for title in ("ray::ServeReplica:pagemill:Engine", "pagemill.engine.process", "raylet/raylet "):
+        wait_until(lambda title=title: fleet.processes(title), f"no process is called {title}")
         victim = fleet.processes(title)[0]
         texts, longest_s = run_streams(fleet, lambda victim=victim: os.kill(victim, signal.SIGKILL))
         assert texts == expected
