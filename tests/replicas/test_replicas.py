@@ -16,6 +16,7 @@ import httpx
 import pytest
 from fleet import Fleet, run_streams
 from ray_processes import MODEL, START_S, described, processes
+
 from waiting import wait_until
 
 pytest.importorskip("ray", reason="pagemill[ray] is not installed")
