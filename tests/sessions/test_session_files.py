@@ -29,18 +29,25 @@ def turn(store, name, token_ids, messages=None, space=HERE):
     store.commit(store.begin(name, space, **OF), token_ids, messages)
 
 
+def write_older(path, version, key, rows):
+    """Writes a file of a version before 3. rows: the values of the key's columns, and the messages."""
+    names = ", ".join(f"{name} TEXT" for name in key.split(", "))
+    with contextlib.closing(sqlite3.connect(path)) as old:
+        old.execute(
+            f"CREATE TABLE sessions ({names}, state TEXT NOT NULL, model TEXT NOT NULL, tokenizer TEXT NOT NULL, "
+            "token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, created_s REAL NOT NULL, "
+            f"used_s REAL NOT NULL, PRIMARY KEY ({key})) WITHOUT ROWID"
+        )
+        for *of_key, messages in rows:
+            values = (*of_key, "s", "m", "t", b"\x05\0\0\0", messages, 3, 1.0, 2.0)
+            old.execute(f"INSERT INTO sessions VALUES ({', '.join('?' * len(values))})", values)
+        old.execute(f"PRAGMA user_version = {version}")
+        old.commit()
+
+
 def test_a_file_of_version_1_is_the_default_tenants(tmp_path):
     path = tmp_path / "old.sqlite"
-    old = sqlite3.connect(path)
-    old.execute(
-        "CREATE TABLE sessions (cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, "
-        "tokenizer TEXT NOT NULL, token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, "
-        "created_s REAL NOT NULL, used_s REAL NOT NULL, PRIMARY KEY (cache_salt, name)) WITHOUT ROWID"
-    )
-    old.execute("INSERT INTO sessions VALUES ('mine', 'a', 's', 'm', 't', x'05000000', NULL, 3, 1.0, 2.0)")
-    old.execute("PRAGMA user_version = 1")
-    old.commit()
-    old.close()
+    write_older(path, 1, "cache_salt, name", [("mine", "a", None)])
     for _ in range(2):
         record = store_of(path).get("a", MINE)
         assert (record.token_ids, record.num_turns, record.used_s, record.space) == ([5], 3, 2.0, MINE)
@@ -50,18 +57,8 @@ def test_a_file_of_version_1_is_the_default_tenants(tmp_path):
 
 def test_a_broken_conversation_of_version_2_leaves_the_others(tmp_path):
     path = tmp_path / "old.sqlite"
-    old = sqlite3.connect(path)
-    old.execute(
-        "CREATE TABLE sessions (tenant TEXT, cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, "
-        "tokenizer TEXT NOT NULL, token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, "
-        "created_s REAL NOT NULL, used_s REAL NOT NULL, PRIMARY KEY (tenant, cache_salt, name)) WITHOUT ROWID"
-    )
-    for name, messages in (("a", "[{"), ("b", '[{"role": "user", "content": "x"}]')):
-        values = ("default", "", name, "s", "m", "t", b"\x05\0\0\0", messages, 3, 1.0, 2.0)
-        old.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
-    old.execute("PRAGMA user_version = 2")
-    old.commit()
-    old.close()
+    broken, whole = "[{", '[{"role": "user", "content": "x"}]'
+    write_older(path, 2, "tenant, cache_salt, name", [("default", "", "a", broken), ("default", "", "b", whole)])
     store = store_of(path)
     assert {info.name: (info.damaged, info.num_messages) for info in store.list(HERE)} == {
         "a": (True, None),

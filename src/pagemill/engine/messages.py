@@ -297,7 +297,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     hidden_size: int
     """Numbers of an embedding."""
     has_head: bool = True
-    """Whether the model can generate; without a head it makes embeddings only."""
+    """True if the model can generate; without a head it makes embeddings only."""
     model: str
     """Family, device, dtype of the weights and kernels, in words for people."""
     kv_format: str

@@ -11,7 +11,7 @@ from pagemill.errors import InvalidRequestError
 from pagemill.executor.interface import Executor
 
 Prepared: TypeAlias = "Future[Any] | None"
-"""What the executor has made ready for a request, and keeps while this is held. None: it needs nothing."""
+"""Stands for what the executor makes ready for a request, and keeps while this is held. None: it needs nothing."""
 
 
 class Preparing:

@@ -110,7 +110,7 @@ class SharedStore:
         self._shards: dict[str, set[str]] = {}
         """The same paths, by the folder that they lie in."""
         self._tenants: dict[str, str] = {}
-        """Whose a tenant's folder is."""
+        """The tenants, by the names of their folders."""
         self._order: dict[str, OrderedDict[Block, float]] = {}
         self._touched: dict[Block, float] = {}
         self._changed: dict[Block, None] | None = None

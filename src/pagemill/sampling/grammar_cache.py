@@ -60,7 +60,7 @@ class Grammars:
         self._known: WeakValueDictionary[tuple[bytes, Key], Future[CompiledGrammar]] = WeakValueDictionary()
         """All that somebody holds."""
         self._kept: OrderedDict[tuple[bytes, Key], Future[CompiledGrammar]] = OrderedDict()
-        """Those last used; what comes later is further behind."""
+        """Grammars that were used last, the latest at the end."""
         self._characters = 0
         self._thread = RoomyThread()
 

@@ -65,14 +65,14 @@ _FLAG = "give True or False"
 
 
 class RequestOutputKind(IntEnum):
-    """What each output of a stream holds. `LLM` returns whole outputs, whatever is asked for."""
+    """Says what each output of a stream holds. `LLM` returns whole outputs, whatever is asked for."""
 
     CUMULATIVE = 0
-    """All that has come so far, of all sequences."""
+    """Each output holds all that has come so far, of all sequences."""
     DELTA = 1
-    """What is new since the last output, of the sequences that have something new."""
+    """Each output holds what is new since the last one, of the sequences that have something new."""
     FINAL_ONLY = 2
-    """The whole answer: there is one output, at the end."""
+    """There is one output, at the end, which holds the whole answer."""
 
 
 @takes_fixed(OF_SAMPLING, SamplingParamsError)

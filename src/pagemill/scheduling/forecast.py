@@ -65,7 +65,7 @@ class AnswerLengths:
         self.count = 0
         """Answers that have ended."""
         self._last = np.zeros(KEPT, dtype=np.int64)
-        """Of each, twice the tokens that it has at least, and 1 more if it has just so many."""
+        """Holds for each answer twice the tokens that it has at least, and 1 more if it has just so many."""
         self._curve: Curve | None = None
 
     def note(self, num_tokens: int, cut: bool) -> None:

@@ -69,7 +69,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What is listed of a session: all but what was said in it. Times are seconds since 1970.
+    """Holds what is listed of a session: all but what was said in it. Times are seconds since 1970.
 
     num_messages: None for a session of plain prompts.
     damaged:      what is listed is lost, but for the name: it can be deleted. What was said is checked where it is

@@ -121,4 +121,4 @@ PRE_TYPES: dict[str, PreType] = {
     **_named("seed-coder", _SEED),
     **_named("exaone-moe", _EXAONE_MOE),
 }
-"""What is known, by the name that files give."""
+"""The known ways to cut a text, by the name that files give."""

@@ -54,7 +54,7 @@ class Tokenizer:
         self.chat_template = settings.chat_template
         """The source of the model's template, or several by name, or None."""
         self.template_defaults: dict[str, Any] = {}
-        """What the chat template is given where a caller does not."""
+        """Variables that the chat template is given where a caller does not set them."""
         self.fingerprint = settings.fingerprint
         """A digest of the whole tokenizer: if it is equal, equal token ids mean equal texts."""
         self.answers = AnswerFormats(self, "auto", "auto")

@@ -89,7 +89,7 @@ _NEUTRAL = {
 """Settings that may be there if they say what is done anyway: embeddings are of the last token (3), or not spoken of;
 a softmax chooses experts, whose shares sum to 1."""
 _OF_GEMMA2 = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""What llama.cpp takes where a file is silent, as the first ones were."""
+"""Settings that llama.cpp takes where a file has none, as the first ones had."""
 _ENDS = {
     *("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>"),
     *("<EOT>", "▁<EOT>", "<end_of_turn>", "<end_of_utterance>", "<eos>"),

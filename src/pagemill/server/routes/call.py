@@ -105,7 +105,7 @@ class Call(ABC, Generic[R]):
         self._around_text: dict[int, tuple[str, str]] = {}
         """Strings before and behind the text of an event that brings nothing else, by choice."""
         self._counted = Usage()
-        """What has come so far, where every event says it; drafts are counted at the end."""
+        """Counts what has come so far, where every event says it; drafts are counted at the end."""
 
     async def answer(self) -> Response:
         """Returns the whole answer."""
